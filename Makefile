@@ -1,0 +1,47 @@
+# `make demo` and `make test` need Python >= 3.10 and make, nothing else: they build .venv on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PYTEST_ARGS ?=
+
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+.PHONY: help install demo test lint format bench clean
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Build .venv with the package and its tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "lightning_topt needs Python >= 3.10; set PYTHON=..., e.g. make test PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP) ## Plan and train a byte-level GPT on 2 CPU ranks; ends with what was predicted and what was measured
+	$(BIN)/topt plan experiment=byte_lm
+	$(BIN)/topt train experiment=byte_lm strategy=topt
+
+test: $(STAMP) ## Run the whole test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## Rewrite the code in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## Run every benchmark; results go to benchmarks/results
+	@for script in benchmarks/bench_*.py; do echo "$$script" && $(BIN)/python "$$script" || exit 1; done
+
+clean: ## Remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

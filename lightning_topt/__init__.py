@@ -1,0 +1,1 @@
+"""PyTorch Lightning plugins that make distributed training fast."""

@@ -1,0 +1,1 @@
+"""Stage 1: LightningModule and example batch to OpGraph."""

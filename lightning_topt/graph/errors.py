@@ -1,0 +1,83 @@
+"""What cannot be captured, said so that the user finds the line and a way out."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses import fake_tensor
+
+WAY_OUT = 'Give an explicit plan, which needs no capture: AutoParallelStrategy(plan="ddp").'
+
+HERE = os.path.dirname(__file__)
+LIBRARIES = tuple(
+    os.path.join(folder, "") for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), HERE} if folder
+)
+FAKE_ERRORS = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+# Conversions that never reach an operator; torch raises plain RuntimeError or TypeError for them.
+FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
+
+
+class CaptureError(ValueError):
+    """The module's training step cannot be captured; the message says why, where, and what to do instead."""
+
+
+def explain(error: Exception, failed: object) -> CaptureError | None:
+    """The CaptureError for an exception raised under fake tensors, None when it is the user's own.
+
+    Args:
+        error: what `training_step` or the backward pass raised.
+        failed: the operator that was running, or None.
+    """
+    for cause in _chain(error):
+        if isinstance(cause, FAKE_ERRORS) or (isinstance(cause, NotImplementedError) and failed is not None):
+            operator = getattr(cause, "func", failed)
+            if isinstance(cause, fake_tensor.DataDependentOutputException):
+                reason = "its result is a Python value, and the capture knows shapes only"
+            elif isinstance(cause, fake_tensor.DynamicOutputShapeException):
+                reason = "the shape of its result depends on values, and the capture knows shapes only"
+            else:
+                reason = "it has no shape-only (fake tensor) implementation"
+            return CaptureError(f"operator {operator} cannot be captured: {reason}.\n{user_line(cause)}{WAY_OUT}")
+        if isinstance(cause, (RuntimeError, TypeError)) and any(text in str(cause) for text in FAKE_MESSAGES):
+            return CaptureError(
+                f"the training step reads the values of a tensor ({str(cause).splitlines()[0]}), and the capture knows "
+                f"shapes only.\n{user_line(cause)}{WAY_OUT}"
+            )
+    return None
+
+
+def annotate(error: Exception) -> None:
+    """Say on the user's own exception that the capture was running (Python 3.11 has the means)."""
+    if hasattr(error, "add_note"):
+        error.add_note(f"raised while lightning_topt ran training_step on fake tensors to capture it. {WAY_OUT}")
+
+
+def user_line(error: BaseException) -> str:
+    """``"  file:line, in function: source"`` of the innermost frame outside libraries, with a line end; or ``""``."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not os.path.abspath(frame.filename).startswith((os.path.dirname(torch.__file__), HERE))
+    ]
+    own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(LIBRARIES)] or frames
+    if not own:
+        return ""
+    frame = own[-1]
+    source = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"  {frame.filename}:{frame.lineno}, in {frame.name}: {source}\n"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -1,0 +1,251 @@
+"""Low-level operator calls: what they cost, how they are written down, how they are made again on a device.
+
+quantity    rule                                                                         source
+flops       2 per multiply-add of matrix products, convolutions, attention; otherwise 0  torch.utils.flop_counter
+bytes       every tensor read and every tensor written, once                             roofline convention
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lightning_topt.graph.op_graph import Kernel
+
+Frozen = Any  # nested tuples: hashable arguments
+
+# Share their input's storage, although their schema does not say so.
+UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
+# Read from their first argument only the rows that they return.
+LOOKUPS = {"aten::embedding", "aten::index_select", "aten::gather", "aten::index"}
+# Overwrite their first argument, or look at its shape only.
+UNREAD = {
+    *("aten::fill_", "aten::zero_", "aten::copy_", "aten::bernoulli_", "aten::uniform_", "aten::normal_"),
+    *("aten::ones_like", "aten::zeros_like", "aten::full_like", "aten::rand_like", "aten::randn_like"),
+    *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
+}
+# Allocate and touch nothing.
+ALLOCATIONS = {
+    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
+    *("aten::new_empty", "aten::new_empty_strided"),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One low-level call at one batch size; `arguments` as `encode_arguments` writes them."""
+
+    name: str
+    arguments: Any
+    flops: float
+    bytes: float
+
+
+@functools.cache
+def is_view(func: OpOverload) -> bool:
+    """Whether `func` returns views of its inputs and touches no element."""
+    schema = func._schema
+    if schema.name in UNDECLARED_VIEWS:
+        return True
+    aliases = [result.alias_info for result in schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+@functools.cache
+def written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments that `func` writes to."""
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def freeze(value: Any, tensors: list[Tensor]) -> Frozen:
+    """`value` as nested tuples which are equal only for equal calls; its tensors are appended to `tensors`."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            return ("opaque", f"{value.layout} tensor")
+        tensors.append(value)
+        return ("tensor", tuple(value.shape), tuple(value.stride()), str(value.dtype)[6:])
+    if value is None or type(value) is int or isinstance(value, str):
+        return value
+    if isinstance(value, (bool, float, complex)):
+        return (type(value).__name__, value)
+    if isinstance(value, (list, tuple)):
+        return ("list", *(freeze(item, tensors) for item in value))
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return (type(value).__name__, str(value).removeprefix("torch."))
+    if isinstance(value, torch.device):
+        return ("device",)
+    if isinstance(value, torch.Generator):
+        return None
+    return ("opaque", type(value).__name__)
+
+
+def thaw(value: Frozen) -> Any:
+    """What `freeze` returned as a JSON value."""
+    if not isinstance(value, tuple):
+        return value
+    kind, *items = value
+    if kind == "list":
+        return [thaw(item) for item in items]
+    if kind == "tensor":
+        return {"tensor": [list(items[0]), list(items[1]), items[2]]}
+    if kind == "bool" or (kind == "float" and math.isfinite(items[0])):
+        return items[0]
+    return {kind: str(items[0]) if items else ""}
+
+
+def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a low-level call as a JSON value: tensors by shape, stride (elements) and dtype, no values."""
+    return {
+        "args": [thaw(freeze(value, [])) for value in args],
+        "kwargs": {name: thaw(freeze(value, [])) for name, value in kwargs.items()},
+    }
+
+
+def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Measured:
+    """FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`."""
+    formula = FLOPS.get(func._overloadpacket)
+    flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+    return Measured(str(func), encode_arguments(args, kwargs), flops, float(_bytes(func, args, kwargs, out)))
+
+
+def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
+    """A function that makes the call of `kernel` on `device`, on tensors of the same shape, stride and dtype.
+
+    Floating-point tensors are uniform in [0, 1), all others zero, which is a valid index and mask. A call with random
+    numbers uses the device's generator. Raises ValueError when the operator is not known here, or has an argument that
+    cannot be made again; the function raises it when the operator does not exist for `device`.
+    """
+    namespace, name, overload = kernel.name.split(".")
+    try:
+        func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except AttributeError:
+        raise ValueError(f"operator {kernel.name} is unknown in this process; import the library it is from") from None
+    target = torch.device(device)
+    args = [_revive(value, target) for value in kernel.arguments["args"]]
+    kwargs = {key: _revive(value, target) for key, value in kernel.arguments["kwargs"].items()}
+
+    def call() -> None:
+        with torch.no_grad():
+            try:
+                func(*args, **kwargs)
+            except NotImplementedError as error:
+                raise ValueError(f"operator {kernel.name} does not run on {target}") from error
+
+    return call
+
+
+def _revive(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_revive(item, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        shape, stride, dtype = content
+        return _random_tensor(shape, stride, dtype, device)
+    if kind == "device":
+        return device
+    if kind in ("dtype", "layout", "memory_format"):
+        return getattr(torch, content)
+    if kind in ("float", "complex"):
+        return {"float": float, "complex": complex}[kind](content)
+    raise ValueError(f"an argument of type {content} cannot be made again")
+
+
+def _random_tensor(shape: list[int], stride: list[int], dtype: str, device: torch.device) -> Tensor:
+    size = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    element = getattr(torch, dtype)
+    if element.is_floating_point:
+        flat = torch.rand(size, device=device).to(element)
+    else:
+        flat = torch.zeros(size, dtype=element, device=device)
+    return flat.as_strided(shape, stride)
+
+
+def _bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    read: list[Tensor] = []
+    freeze((args, tuple(kwargs.values())), read)
+    written = list(_tensors(out))
+    if func._schema.name in LOOKUPS:
+        read[:1] = written
+    elif func._schema.name in UNREAD:
+        del read[:1]
+    return sum(_touched(tensor) for tensor in (*read, *written))
+
+
+def _touched(tensor: Tensor) -> int:
+    """Bytes of `tensor` in memory; an expanded dimension is there once."""
+    sizes = [size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step != 0 or size == 0]
+    return math.prod(sizes) * tensor.element_size()
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    for item in out if isinstance(out, (list, tuple)) else (out,):
+        if isinstance(item, Tensor):
+            yield item
+
+
+# ---- formulas that torch.utils.flop_counter lacks ---------------------------------------------------------------
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    shapes = grad.shape, query.shape, key.shape, value.shape
+    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _matrix_vector(matrix: Tensor, vector: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _add_matrix_vector(start: Tensor, matrix: Tensor, vector: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _add_matrices(start: Tensor, left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _rnn_layer(x: Tensor, w_input: Tensor, w_hidden: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(x.shape[:-1]) * (w_input.numel() + w_hidden.numel())
+
+
+def _rnn_layer_backward(*args: Any, **kwargs: Any) -> int:
+    return 2 * _rnn_layer(*args)
+
+
+def _extra_formulas() -> dict[Any, Callable[..., int]]:
+    formulas: dict[str, Callable[..., int]] = {
+        "_scaled_dot_product_flash_attention_for_cpu": _attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        "_scaled_dot_product_fused_attention_overrideable": _attention,
+        "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+        "dot": _matrix_vector,
+        "vdot": _matrix_vector,
+        "mv": _matrix_vector,
+        "addmv": _add_matrix_vector,
+        "addbmm": _add_matrices,
+        "_addmm_activation": _add_matrices,
+        "mkldnn_rnn_layer": _rnn_layer,
+        "mkldnn_rnn_layer_backward": _rnn_layer_backward,
+    }
+    aten = torch.ops.aten
+    return {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
+
+
+FLOPS: dict[Any, Callable[..., int]] = {**_extra_formulas(), **flop_registry}

@@ -1,0 +1,281 @@
+"""Records one forward and backward pass: a dispatch mode below autograd, hooks on modules, hooks on saved tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_topt.graph.errors import WAY_OUT, CaptureError
+from lightning_topt.graph.fake import tensors_in
+from lightning_topt.graph.kernels import ALLOCATIONS, Frozen, Measured, freeze, is_view, measure, written_arguments
+from lightning_topt.graph.recording import OUTSIDE, Call, OpRecord, Recording, Shape, Storage
+
+# Queries that compute nothing.
+IGNORED = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
+COLLECTIVES = {"c10d", "_c10d_functional"}
+SUM_OF_GRADIENTS = "aten::add"
+# Their schema does not say that they update running statistics (arguments 3 and 4) when training (argument 5).
+BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+
+
+class _Frame:
+    """A module call that is under way; `op` is its operator when the module is a leaf."""
+
+    def __init__(self, call: Call, op: int | None) -> None:
+        self.call, self.op = call, op
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Enter it inside the fake mode, run the forward pass, then the backward pass within `backward`; see `recording`.
+
+    Args:
+        module: the fake copy that will run; hooks are put on its submodules and its parameters.
+        outside: further tensors that exist before the pass (the batch).
+
+    An autograd node carries a sequence number, counted up by the thread that makes it. The numbers given out since the
+    last low-level call belong to the operator of this call; so a node of the backward pass finds its operator.
+    """
+
+    def __init__(self, module: nn.Module, outside: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording()
+        self.failed: OpOverload | None = None
+        self._is_backward = False
+        self._live: dict[int, Storage] = {}
+        self._references: dict[int, Any] = {}
+        # Held so that no address of theirs is used again.
+        self._outside = [*module.parameters(), *module.buffers(), *outside]
+        self._outside_ids = {tensor.untyped_storage()._cdata for tensor in self._outside}
+        self._parameters = {p.untyped_storage()._cdata: name for name, p in reversed(list(module.named_parameters()))}
+        self._measured: dict[Frozen, Measured] = {}
+        self._counts: Counter[str] = Counter()
+        self._frames: list[_Frame] = []
+        self._node_ops: dict[int, int] = {}
+        self._next_node = torch._C._autograd._get_sequence_nr()
+        self._current = 0
+        self._unclaimed: list[Storage] = []
+        self._hook(module)
+
+    # ---- life cycle --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward pass: its saved tensors are recorded."""
+        with ExitStack() as stack:
+            stack.enter_context(self)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            yield
+        self._claim_saved(self._current)
+        self._claim_nodes(self._current)
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Around the backward pass from `loss`."""
+        self._is_backward = True
+        if loss.grad_fn is not None:
+            self._current = self._node_ops.get(loss.grad_fn._sequence_nr(), self._current)
+        self.recording.backward_start = len(self.recording.kernel_ops)
+        with self:
+            yield
+
+    def _hook(self, module: nn.Module) -> None:
+        for path, submodule in module.named_modules():
+            if path:
+                is_leaf = next(submodule.children(), None) is None
+                submodule.register_forward_pre_hook(self._enter(path, is_leaf), prepend=True, with_kwargs=True)
+                submodule.register_forward_hook(self._exit(path), with_kwargs=True)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+
+    def _enter(self, path: str, is_leaf: bool) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._is_backward:
+                return
+            self._claim_nodes(self._current)
+            tick = len(self.recording.kernel_ops)
+            call = Call(path, tick, tick, self._storages((args, kwargs)))
+            self.recording.calls.append(call)
+            op = self._new_op(path, type(module).__name__, (*self._stack(), path)) if is_leaf else None
+            self._frames.append(_Frame(call, op))
+
+        return hook
+
+    def _exit(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._is_backward:
+                return
+            # A call that raised, and whose error somebody caught, has left its frame behind.
+            while (frame := self._frames.pop()).call.path != path:
+                frame.call.exit = len(self.recording.kernel_ops)
+            tensors = list(tensors_in(output))
+            call = frame.call
+            call.exit, call.outputs = len(self.recording.kernel_ops), self._storages(tensors)
+            call.needs_grad = any(tensor.requires_grad for tensor in tensors)
+            if frame.op is not None:
+                self.recording.ops[frame.op].outputs = [_shape(tensor) for tensor in tensors]
+                self._claim_nodes(frame.op)
+
+        return hook
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            todo = [self._live.get(parameter.grad.untyped_storage()._cdata)]
+            while todo:
+                storage = todo.pop()
+                if storage is not None and not storage.is_gradient:
+                    storage.is_gradient = True
+                    todo += storage.parts
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` on the fake tensors and record it."""
+        kwargs = kwargs or {}
+        if func._schema.name in IGNORED:
+            return func(*args, **kwargs)
+        if func.namespace in COLLECTIVES:
+            raise CaptureError(f"the training step calls the collective {func}, which waits for other ranks. {WAY_OUT}")
+        index = self._backward_op() if self._is_backward else self._forward_op(func)
+        self.failed = func
+        out = func(*args, **kwargs)
+        self.failed = None
+        if is_view(func):
+            op = self.recording.ops[index]
+            if not self._is_backward and not op.outputs:
+                op.outputs = [_shape(tensor) for tensor in tensors_in(out)]
+        else:
+            self._record_kernel(index, func, args, kwargs, out)
+        return out
+
+    def _forward_op(self, func: OpOverload) -> int:
+        frame = self._frames[-1] if self._frames else None
+        if frame is not None and frame.op is not None:
+            index = frame.op
+        else:
+            path = frame.call.path if frame is not None else ""
+            kind = func._schema.name.replace("::", ".")
+            name = f"{path}:{kind.rpartition('.')[2]}"
+            self._counts[name] += 1
+            index = self._new_op(f"{name}_{self._counts[name]}", kind, self._stack())
+        self._claim_nodes(self._current, keep_last=True)
+        self._claim_nodes(index)
+        self._claim_saved(index)
+        self._current = index
+        return index
+
+    def _backward_op(self) -> int:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self._current = self._node_ops.get(node._sequence_nr(), self._current)
+        self._claim_nodes(self._current)
+        return self._current
+
+    def _new_op(self, name: str, kind: str, stack: tuple[str, ...]) -> int:
+        self._counts[name] += 1
+        suffix = f":{self._counts[name]}" if self._counts[name] > 1 else ""
+        self.recording.ops.append(OpRecord(name + suffix, kind, stack))
+        return len(self.recording.ops) - 1
+
+    def _stack(self) -> tuple[str, ...]:
+        return tuple(frame.call.path for frame in self._frames)
+
+    def _claim_nodes(self, op: int, *, keep_last: bool = False) -> None:
+        """Autograd nodes made since the last claim belong to operator `op`; `keep_last` leaves the newest unclaimed."""
+        until = torch._C._autograd._get_sequence_nr() - keep_last
+        for node in range(self._next_node, until):
+            self._node_ops[node] = op
+        self._next_node = max(self._next_node, until)
+
+    # ---- kernels and memory ------------------------------------------------------------------------------------------
+
+    def _record_kernel(self, index: int, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        tensors: list[Tensor] = []
+        key = (func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors))
+        kernel = self._measured.get(key)
+        if kernel is None:
+            kernel = self._measured[key] = measure(func, args, kwargs, out)
+        record, op, tick = self.recording, self.recording.ops[index], len(self.recording.kernel_ops)
+        if func._schema.name not in ALLOCATIONS:
+            (op.backward if self._is_backward else op.forward).append(kernel)
+        sources = self._storages(tensors)
+        is_sum = self._is_backward and func._schema.name == SUM_OF_GRADIENTS and len(sources) == 2
+        if not self._is_backward:
+            self._read(index, tensors, sources)
+            self._write(index, func, args, kwargs)
+        outputs = list(tensors_in(out))
+        # [Note: sums of gradients] Without a dispatch mode autograd adds in place when nobody else holds the first
+        # gradient and it is no view. Counting the sum from the next tick on, when the parts may be gone, is the same.
+        born = tick + 1 if is_sum and not args[0]._is_view() else tick
+        for tensor in outputs:
+            self._track(tensor, born, index, tuple(sources) if is_sum else ())
+        if not self._is_backward and not op.outputs:
+            op.outputs = [_shape(tensor) for tensor in outputs]
+        record.kernel_ops.append(index)
+
+    def _read(self, index: int, tensors: list[Tensor], sources: list[Storage]) -> None:
+        op = self.recording.ops[index]
+        for tensor in tensors:
+            name = self._parameters.get(tensor.untyped_storage()._cdata)
+            if name is not None:
+                op.parameters[name] = None
+        for source in sources:
+            if source.op != index:
+                self.recording.edges.setdefault((source.op, index), source.shape)
+
+    def _write(self, index: int, func: OpOverload, args: Any, kwargs: Any) -> None:
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in written_arguments(func)]
+        if func._schema.name in BATCH_NORMS and args[5]:
+            written += args[3:5]
+        for tensor in tensors_in(written):
+            storage = self._live.get(tensor.untyped_storage()._cdata)
+            self.recording.writes.append((len(self.recording.kernel_ops), storage.born if storage else OUTSIDE))
+            if storage is not None:
+                storage.op, storage.shape = index, _shape(tensor)
+
+    def _track(self, tensor: Tensor, tick: int, op: int, parts: tuple[Storage, ...]) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        memory = tensor.untyped_storage()
+        address = memory._cdata
+        if address in self._live or address in self._outside_ids:
+            return
+        storage = Storage(memory.nbytes(), tick, op, _shape(tensor), parts=parts)
+        self._live[address] = storage
+        self.recording.storages.append(storage)
+
+        def freed(_: object) -> None:
+            storage.died = len(self.recording.kernel_ops)
+            del self._live[address], self._references[address]
+
+        self._references[address] = weakref.ref(memory, freed)
+
+    def _storages(self, value: Any) -> list[Storage]:
+        found = {t.untyped_storage()._cdata: None for t in tensors_in(value) if t.layout is torch.strided}
+        return [self._live[address] for address in found if address in self._live]
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        for storage in self._storages(tensor):
+            if not self._is_backward and not storage.saved:
+                storage.saved = True
+                self._unclaimed.append(storage)
+        # A node is made before its operator runs, so a new number says that the operator is still to come.
+        if torch._C._autograd._get_sequence_nr() == self._next_node:
+            self._claim_saved(self._current)
+        return tensor
+
+    def _claim_saved(self, op: int) -> None:
+        while self._unclaimed:
+            self.recording.ops[op].saved_bytes += self._unclaimed.pop().bytes
+
+
+def _shape(tensor: Tensor) -> Shape:
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")

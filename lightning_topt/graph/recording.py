@@ -1,0 +1,108 @@
+"""What one run of a training step left behind: operators, calls of modules, lifetimes of memory. Plain values.
+
+Time is counted in kernels: tick t is the moment after the t-th low-level call that computes something.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_topt.graph.kernels import Measured
+
+Shape = tuple[tuple[int, ...], str]  # sizes, dtype
+OUTSIDE = -1  # older than the recording: parameters, buffers, the batch
+
+
+@dataclass(eq=False)
+class Storage:
+    """Memory of one tensor and its views: live at ticks ``born <= t < died``, made or last written by operator `op`."""
+
+    bytes: int
+    born: int
+    op: int
+    shape: Shape
+    died: float = math.inf
+    saved: bool = False
+    is_gradient: bool = False  # of a parameter
+    parts: tuple[Storage, ...] = ()  # the gradients that autograd added to get this one
+
+
+@dataclass(eq=False)
+class OpRecord:
+    """An operator as it ran; `stack` are the modules around it, outermost first."""
+
+    name: str
+    kind: str
+    stack: tuple[str, ...]
+    parameters: dict[str, None] = field(default_factory=dict)
+    outputs: list[Shape] = field(default_factory=list)
+    forward: list[Measured] = field(default_factory=list)
+    backward: list[Measured] = field(default_factory=list)
+    saved_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward call of the module at `path`, ticks ``enter <= t < exit``."""
+
+    path: str
+    enter: int
+    exit: int
+    inputs: list[Storage]
+    outputs: list[Storage] = field(default_factory=list)
+    needs_grad: bool = False
+
+
+@dataclass(eq=False)
+class Recording:
+    """A whole step. `kernel_ops`: operator of each tick. `writes`: (tick, birth) of every tensor changed in place."""
+
+    ops: list[OpRecord] = field(default_factory=list)
+    edges: dict[tuple[int, int], Shape] = field(default_factory=dict)
+    storages: list[Storage] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    kernel_ops: list[int] = field(default_factory=list)
+    writes: list[tuple[int, int]] = field(default_factory=list)
+    backward_start: int = 0
+
+    @cached_property
+    def live_bytes(self) -> NDArray[np.int64]:
+        """Bytes live at each tick (ticks,), without what is older than the recording and parameter gradients."""
+        ticks = len(self.kernel_ops)
+        change = np.zeros(ticks + 2, dtype=np.int64)
+        for storage in self.storages:
+            if not storage.is_gradient and storage.died > storage.born:
+                change[storage.born] += storage.bytes
+                change[int(min(storage.died, ticks + 1))] -= storage.bytes
+        live: NDArray[np.int64] = np.cumsum(change)[:ticks]
+        return live
+
+    def is_kept(self, storage: Storage) -> bool:
+        """Whether `storage` was made in forward and is live when backward starts."""
+        return storage.born < self.backward_start < storage.died and not storage.is_gradient
+
+    @cached_property
+    def _kept_until(self) -> NDArray[np.int64]:
+        sizes = np.zeros(self.backward_start + 1, dtype=np.int64)
+        for storage in self.storages:
+            if self.is_kept(storage):
+                sizes[storage.born + 1] += storage.bytes
+        total: NDArray[np.int64] = np.cumsum(sizes)
+        return total
+
+    def kept_bytes(self, start: int, end: int) -> int:
+        """Bytes made at ticks ``start <= t < end`` of the forward pass and live when backward starts."""
+        return int(self._kept_until[end] - self._kept_until[start])
+
+    def sequence(self) -> Sequence[tuple[object, ...]]:
+        """What two runs must have in common to be compared: every operator and the names of its kernels."""
+        return [
+            (op.name, tuple(kernel.name for kernel in op.forward), tuple(kernel.name for kernel in op.backward))
+            for op in self.ops
+        ]

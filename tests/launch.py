@@ -1,0 +1,69 @@
+"""The one way tests start ranks: forked processes on gloo with a file store, hard timeouts, errors carried back."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 90) -> list[Any]:
+    """Run ``function(rank, *args)`` on `world_size` forked gloo ranks; the results in rank order.
+
+    Results must pickle. Raises RuntimeError with the traceback of the first rank that failed, or on timeout.
+    """
+    context = mp.get_context("fork")
+    queue = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        ranks = [
+            context.Process(
+                target=_rank, args=(function, rank, world_size, store, queue, timeout_seconds, args), daemon=True
+            )
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        results: dict[int, Any] = {}
+        try:
+            while len(results) < world_size:
+                if not queue._reader.poll(timeout_seconds):  # type: ignore[attr-defined]
+                    raise RuntimeError(f"ranks {sorted(set(range(world_size)) - set(results))} gave no result in time")
+                rank, value, error = queue.get()
+                if error:
+                    raise RuntimeError(f"rank {rank} failed:\n{error}")
+                results[rank] = pickle.loads(value)
+        finally:
+            for process in ranks:
+                process.join(timeout=5 if len(results) == world_size else 0.1)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _rank(function, rank, world_size, store, queue, timeout_seconds, args):  # type: ignore[no-untyped-def]
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        # Plain pickle copies tensors; torch's own queues pass file descriptors, which die with the rank.
+        queue.put((rank, pickle.dumps(function(rank, *args)), None))
+    except BaseException:
+        queue.put((rank, None, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

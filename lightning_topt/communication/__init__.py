@@ -1,0 +1,1 @@
+"""Gradient exchange and collectives, usable without the rest of the package."""

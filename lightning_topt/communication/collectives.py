@@ -1,0 +1,115 @@
+"""All-gather and reduce-scatter as fast as each backend allows.
+
+gloo's own `reduce_scatter_tensor` is one all-reduce per rank and its `all_gather_into_tensor` copies too often: for 100 MB on
+two ranks of one machine they took 111 ms and 92 ms, where an exchange of slices with a local sum takes 56 ms and one
+broadcast per slice 28 ms. On every other backend these functions are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 20  # received slices of a reduce-scatter at a time: bounds its extra memory
+
+
+class Pending:
+    """Several collectives in flight; `wait` for all of them."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        """Block until all are done."""
+        for work in self.works:
+            work.wait()
+
+
+def all_gather_into(
+    output: Tensor, local: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Concatenate every rank's `local` (n,) into `output` (world size * n,) on every rank.
+
+    `local` may be this rank's slice of `output`. Returns something to `wait` for with `async_op`, else None.
+    """
+    if dist.get_backend(group) != "gloo":
+        return dist.all_gather_into_tensor(output, local, group=group, async_op=async_op)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    slices = output.view(world_size, -1)
+    if slices[rank].data_ptr() != local.data_ptr():
+        slices[rank].copy_(local.view(-1))
+    pending = Pending(
+        [dist.broadcast(slices[owner], group=group, group_src=owner, async_op=True) for owner in range(world_size)]
+    )
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
+def reduce_scatter_into(
+    output: Tensor,
+    whole: Tensor,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Sum (or average, with ``ReduceOp.AVG``) `whole` (world size * n,) over ranks into each rank's `output` (n,).
+
+    On gloo the terms are added in rank order. Raises ValueError for another `op` on gloo.
+    """
+    if dist.get_backend(group) != "gloo":
+        dist.reduce_scatter_tensor(output, whole, op=op, group=group)
+        return
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"reduce_scatter_into on gloo sums or averages; got {op}")
+    world_size = dist.get_world_size(group)
+    rows = whole.view(world_size, -1)
+    received = torch.empty((world_size, min(CHUNK_ELEMENTS, rows.shape[1])), dtype=whole.dtype, device=whole.device)
+    for start in range(0, rows.shape[1], CHUNK_ELEMENTS):
+        sent = [row[start : start + CHUNK_ELEMENTS] for row in rows]
+        parts = [row[: sent[0].numel()] for row in received]
+        dist.all_to_all(parts, sent, group=group)
+        total = output[start : start + CHUNK_ELEMENTS]
+        torch.sum(received[:, : sent[0].numel()], dim=0, out=total)
+        if op == dist.ReduceOp.AVG:
+            total.div_(world_size)
+
+
+class AllGather:
+    """`all_gather_into` in the form that FSDP2's ``set_custom_all_gather`` takes."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Gather `input_tensor` of all ranks of `group` into `output_tensor`."""
+        return all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class ReduceScatter:
+    """`reduce_scatter_into` in the form that FSDP2's ``set_custom_reduce_scatter`` takes."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any = dist.ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce `input_tensor` over `group` into `output_tensor`."""
+        if async_op:
+            raise ValueError("reduce_scatter_into does not run asynchronously")
+        reduce_scatter_into(output_tensor, input_tensor, op=op, group=group)

@@ -1,0 +1,42 @@
+"""Our collectives against torch's own, on every rank, for sizes around the chunk size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_topt.communication import collectives
+from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
+from tests.launch import run_ranks
+
+
+def compare(rank: int, n: int, dtype: torch.dtype, in_place: bool) -> None:
+    world_size = dist.get_world_size()
+    collectives.CHUNK_ELEMENTS = 8
+    data = torch.randn(n, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    ours, theirs = torch.zeros(world_size * n, dtype=dtype), torch.zeros(world_size * n, dtype=dtype)
+    if in_place:
+        ours.view(world_size, n)[rank].copy_(data)
+        all_gather_into(ours, ours.view(world_size, n)[rank])
+    else:
+        all_gather_into(ours, data, async_op=True).wait()
+    dist.all_gather_into_tensor(theirs, data)
+    assert torch.equal(ours, theirs)
+    whole = torch.randn(world_size * n, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        shard, expected = torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)
+        reduce_scatter_into(shard, whole.clone(), op=op)
+        dist.reduce_scatter_tensor(expected, whole.clone(), op=op)
+        # The order of additions may differ with more than two ranks.
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(shard, expected, rtol=tolerance, atol=tolerance)
+    with pytest.raises(ValueError, match="sums or averages"):
+        reduce_scatter_into(shard, whole, op=dist.ReduceOp.MAX)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("n", [1, 8, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_to_torch(world_size: int, n: int, dtype: torch.dtype) -> None:
+    run_ranks(compare, world_size, n, dtype, n == 8)

@@ -1,0 +1,276 @@
+"""Cluster, Device, Link: what the cost model knows of the machines, from a data sheet or measured (`calibrate`).
+
+YAML is a plain mapping, so the files in ``conf/cluster`` are a Hydra config group as well. Sizes may be text with units
+(see `units`). Every rate is what a program achieves, not the peak of the data sheet; each file says how it got there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_topt.costs.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+SCOPES = ("intra", "inter")
+
+
+class ClusterError(ValueError):
+    """A cluster description that cannot be read; says which entry and what to write instead."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or the share of a CPU that one rank gets.
+
+    `flops` is the achieved FLOP/s of matrix products by dtype (``"float32"``); a dtype that is not listed runs at the
+    rate of ``"float32"``. `memory_bandwidth` is in bytes/s, `op_overhead_seconds` what one kernel costs at least,
+    `price_per_hour` in any currency.
+    """
+
+    name: str
+    memory_bytes: int
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    op_overhead_seconds: float = 0.0
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        if "float32" not in self.flops:
+            raise ClusterError("device.flops needs a rate for float32")
+        if min(self.memory_bytes, self.memory_bandwidth, *self.flops.values()) <= 0:
+            raise ClusterError("device: memory_bytes, memory_bandwidth and every rate in flops must be positive")
+
+    def flops_of(self, dtype: str) -> float:
+        """FLOP/s of matrix products of `dtype`."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank gets of a network: seconds before the first byte, then bytes per second."""
+
+    latency_seconds: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if self.bandwidth <= 0:
+            raise ClusterError("a link's bandwidth must be positive")
+
+
+@dataclass(frozen=True)
+class CollectiveCurve:
+    """Measured seconds of one collective by size of the whole tensor in bytes, both ascending."""
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.seconds):
+            raise ClusterError("a measured collective needs as many bytes as seconds, at least one")
+        if list(self.sizes) != sorted(set(self.sizes)) or min(*self.sizes, *self.seconds) <= 0:
+            raise ClusterError("a measured collective needs positive seconds and strictly ascending positive bytes")
+
+    def seconds_at(self, size: float) -> float:
+        """Log-log interpolation; below the smallest size its time, above the largest its bandwidth."""
+        if size <= self.sizes[0]:
+            return self.seconds[0]
+        if size >= self.sizes[-1]:
+            return self.seconds[-1] * size / self.sizes[-1]
+        right = bisect.bisect_right(self.sizes, size)
+        (x0, x1), (y0, y1) = self.sizes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        share = math.log(size / x0) / math.log(x1 / x0)
+        return float(y0 * (y1 / y0) ** share)  # a straight line on logarithmic axes
+
+
+CurveKey = tuple[str, str, int]  # collective, scope, world size
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal devices.
+
+    `intra` joins the devices of a node, `inter` the nodes (None with a single node), both per rank: a node's network is
+    shared by its devices. `collectives` are measured curves by (collective, scope, world size). `overlap` is the share
+    of a gradient exchange that really runs beside computation (0 none, 1 all). `backend` is torch.distributed's
+    (``"nccl"``, ``"gloo"``). `source` says where the numbers are from.
+    """
+
+    name: str
+    device: Device
+    devices_per_node: int
+    num_nodes: int
+    intra: Link
+    inter: Link | None = None
+    collectives: Mapping[CurveKey, CollectiveCurve] = field(default_factory=dict)
+    overlap: float = 0.0
+    backend: str = "nccl"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.devices_per_node < 1 or self.num_nodes < 1:
+            raise ClusterError("devices_per_node and num_nodes must be at least 1")
+        if self.num_nodes > 1 and self.inter is None:
+            raise ClusterError("a cluster of several nodes needs the link between them: inter")
+        if not 0 <= self.overlap <= 1:
+            raise ClusterError(f"overlap is a share between 0 and 1, got {self.overlap}")
+        if self.backend not in ("nccl", "gloo"):
+            raise ClusterError(f"backend must be 'nccl' or 'gloo', got {self.backend!r}")
+        for op, scope, world_size in self.collectives:
+            if op not in COLLECTIVES or scope not in SCOPES or world_size < 2:
+                raise ClusterError(
+                    f"collectives: ({op!r}, {scope!r}, {world_size}) must be one of {COLLECTIVES}, one of {SCOPES}, "
+                    "and at least 2 ranks"
+                )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes together."""
+        return self.devices_per_node * self.num_nodes
+
+    def scope(self, world_size: int) -> str:
+        """``"intra"`` when `world_size` ranks, packed node by node, share a node, else ``"inter"``."""
+        return "intra" if world_size <= self.devices_per_node else "inter"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values in base units, as `save` writes them."""
+        data = dataclasses.asdict(dataclasses.replace(self, collectives={}))
+        data["collectives"] = [
+            {"op": op, "scope": scope, "world_size": size, "bytes": list(curve.sizes), "seconds": list(curve.seconds)}
+            for (op, scope, size), curve in self.collectives.items()
+        ]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Cluster:
+        """Read a mapping such as the files in ``conf/cluster``. Raises ClusterError that names the wrong entry."""
+        try:
+            return _cluster(data)
+        except ClusterError:
+            raise
+        except ValueError as error:
+            raise ClusterError(str(error)) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the cluster to a YAML file."""
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a YAML file. Raises ClusterError that names the file and the wrong entry."""
+        try:
+            return cls.from_dict(yaml.safe_load(Path(path).read_text()))
+        except (ValueError, OSError, yaml.YAMLError) as error:
+            raise ClusterError(f"cannot read the cluster {path}: {error}") from error
+
+
+_REQUIRED = object()
+
+
+class _Entries:
+    """Takes entries out of a mapping by name; what is left at the end is unknown."""
+
+    def __init__(self, data: Any, where: str) -> None:
+        if not isinstance(data, Mapping):
+            raise ClusterError(f"{where} must be a mapping, got {data!r}")
+        self.data, self.where, self.known = dict(data), where, set[str]()
+
+    def take(self, key: str, parse: Callable[..., Any], default: Any = _REQUIRED) -> Any:
+        self.known.add(key)
+        if self.data.get(key) is None:
+            if default is _REQUIRED:
+                raise ClusterError(f"{self.where}: the entry {key!r} is missing")
+            return default
+        return parse(self.data[key], name=f"{self.where}.{key}")
+
+    def finish(self) -> None:
+        if unknown := sorted(str(key) for key in set(self.data) - self.known):
+            raise ClusterError(f"{self.where}: unknown entries {unknown}; known are {sorted(self.known)}")
+
+
+def _cluster(data: Any) -> Cluster:
+    entries = _Entries(data, "cluster")
+    cluster = Cluster(
+        name=entries.take("name", _text),
+        device=entries.take("device", _device),
+        devices_per_node=entries.take("devices_per_node", _count),
+        num_nodes=entries.take("num_nodes", _count, 1),
+        intra=entries.take("intra", _link),
+        inter=entries.take("inter", _link, None),
+        collectives=entries.take("collectives", _collectives, {}),
+        overlap=entries.take("overlap", _number, 0.0),
+        backend=entries.take("backend", _text, "nccl"),
+        source=entries.take("source", _text, ""),
+    )
+    entries.finish()
+    return cluster
+
+
+def _device(data: Any, *, name: str) -> Device:
+    entries = _Entries(data, name)
+    device = Device(
+        name=entries.take("name", _text),
+        memory_bytes=entries.take("memory_bytes", parse_bytes),
+        flops=entries.take("flops", _rates),
+        memory_bandwidth=entries.take("memory_bandwidth", parse_bandwidth),
+        op_overhead_seconds=entries.take("op_overhead_seconds", parse_seconds, 0.0),
+        price_per_hour=entries.take("price_per_hour", _number, None),
+    )
+    entries.finish()
+    return device
+
+
+def _link(data: Any, *, name: str) -> Link:
+    entries = _Entries(data, name)
+    link = Link(entries.take("latency_seconds", parse_seconds), entries.take("bandwidth", parse_bandwidth))
+    entries.finish()
+    return link
+
+
+def _collectives(data: Any, *, name: str) -> dict[CurveKey, CollectiveCurve]:
+    curves: dict[CurveKey, CollectiveCurve] = {}
+    for index, entry in enumerate(_list(data, name=name)):
+        entries = _Entries(entry, f"{name}[{index}]")
+        key = (entries.take("op", _text), entries.take("scope", _text), entries.take("world_size", _count))
+        sizes = [float(parse_bytes(size, name=entries.where)) for size in entries.take("bytes", _list)]
+        seconds = [parse_seconds(value, name=entries.where) for value in entries.take("seconds", _list)]
+        entries.finish()
+        curves[key] = CollectiveCurve(tuple(sizes), tuple(seconds))
+    return curves
+
+
+def _rates(data: Any, *, name: str) -> dict[str, float]:
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"{name} must map dtypes to rates, such as float32: 19.5TFLOP/s; got {data!r}")
+    return {str(dtype): parse_flops(rate, name=f"{name}.{dtype}") for dtype, rate in data.items()}
+
+
+def _list(data: Any, *, name: str) -> list[Any]:
+    if isinstance(data, str) or not hasattr(data, "__iter__") or isinstance(data, Mapping):
+        raise ClusterError(f"{name} must be a list, got {data!r}")
+    return list(data)
+
+
+def _text(value: Any, *, name: str) -> str:
+    if not isinstance(value, str):
+        raise ClusterError(f"{name} must be text, got {value!r}")
+    return value
+
+
+def _count(value: Any, *, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ClusterError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return value
+
+
+def _number(value: Any, *, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        raise ClusterError(f"{name} must be a number of at least 0, got {value!r}")
+    return float(value)

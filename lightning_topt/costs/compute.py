@@ -1,0 +1,94 @@
+"""Seconds of kernels on one device: a measurement where there is one, else the roofline.
+
+    equation                                                function                  source
+    t = max(flops / F, bytes / M) + o                       roofline_seconds          Williams, Waterman & Patterson,
+    t(B) = measured(B0) * roofline(B) / roofline(B0)        estimate_kernel_seconds   CACM 52(4), 2009 (roofline)
+
+F FLOP/s of the dtype, M memory bandwidth in bytes/s, o seconds a kernel costs at least, B batch size per rank, B0 the
+batch size at which the kernel was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning_topt.costs.cluster import Device
+from lightning_topt.graph.op_graph import Kernel
+
+KernelKey = tuple[str, str]  # name, JSON of the arguments
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+def kernel_key(kernel: Kernel) -> KernelKey:
+    """What identifies a kernel's measurement: its name and arguments."""
+    return kernel.name, json.dumps(kernel.arguments, sort_keys=True)
+
+
+def roofline_seconds(kernel: Kernel, *, batch_size: float, device: Device) -> float:
+    """Seconds of one call at `batch_size` samples: bound by arithmetic or by memory, whichever takes longer."""
+    arithmetic = max(kernel.flops.at(batch_size), 0.0) / device.flops_of(kernel_dtype(kernel))
+    traffic = max(kernel.bytes.at(batch_size), 0.0) / device.memory_bandwidth
+    return max(arithmetic, traffic) + device.op_overhead_seconds
+
+
+def kernel_dtype(kernel: Kernel) -> str:
+    """The first floating-point dtype among the arguments; float32 when there is none."""
+    return next((text for text in _texts(kernel.arguments) if text in DTYPES), "float32")
+
+
+def estimate_kernel_seconds(
+    kernel: Kernel,
+    *,
+    batch_size: float,
+    device: Device,
+    measured: Mapping[KernelKey, float] | None = None,
+    measured_batch_size: float | None = None,
+) -> float:
+    """Seconds of one call at `batch_size`.
+
+    `measured` holds seconds by `kernel_key` at `measured_batch_size` samples (None: at `batch_size`); a measurement
+    beats the formula and is scaled by the ratio of the rooflines.
+    """
+    estimate = roofline_seconds(kernel, batch_size=batch_size, device=device)
+    seconds = (measured or {}).get(kernel_key(kernel))
+    if seconds is None:
+        return estimate
+    if measured_batch_size is None or measured_batch_size == batch_size:
+        return seconds
+    reference = roofline_seconds(kernel, batch_size=measured_batch_size, device=device)
+    return seconds * estimate / reference if reference > 0 else seconds
+
+
+def estimate_kernels_seconds(
+    kernels: Iterable[Kernel],
+    *,
+    batch_size: float,
+    device: Device,
+    measured: Mapping[KernelKey, float] | None = None,
+    measured_batch_size: float | None = None,
+) -> float:
+    """Seconds of all calls (`count` times each), one after another."""
+    return sum(
+        kernel.count
+        * estimate_kernel_seconds(
+            kernel,
+            batch_size=batch_size,
+            device=device,
+            measured=measured,
+            measured_batch_size=measured_batch_size,
+        )
+        for kernel in kernels
+    )
+
+
+def _texts(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value.removeprefix("torch.")
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, Iterable):
+        for item in value:
+            yield from _texts(item)

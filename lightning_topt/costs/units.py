@@ -1,0 +1,77 @@
+"""Quantities with units, as people write them, to plain floats and back: bytes, seconds, bytes/s, FLOP/s.
+
+``"80GB"`` 8e10 bytes, ``"2GiB"`` 2 * 2**30 bytes, ``"2TB/s"`` 2e12 bytes/s, ``"25Gb/s"`` 3.125e9 bytes/s (b is a bit,
+B a byte), ``"312TFLOP/s"``, ``"5us"``. A bare number is in the base unit. Everything raises ValueError on negative or
+infinite values, unknown units and other types.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_BYTES = {prefix + "B": factor for prefix, factor in {**_DECIMAL, **_BINARY}.items()}
+_BANDWIDTH = {
+    **{unit + "/s": factor for unit, factor in _BYTES.items()},
+    **{prefix + bit: factor / 8 for prefix, factor in _DECIMAL.items() for bit in ("b/s", "bit/s")},
+}
+_FLOPS = {prefix + unit: factor for prefix, factor in _DECIMAL.items() for unit in ("FLOP/s", "FLOPS")}
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]*)\s*")
+
+
+def parse_bytes(value: int | float | str, *, name: str = "size") -> int:
+    """``"2GiB"``, ``"80GB"``, ``"512 MB"`` or a number, to bytes (rounded). `name` is used in errors."""
+    return round(_parse(value, _BYTES, name=name, example="'80GB' or '2GiB'"))
+
+
+def parse_bandwidth(value: int | float | str, *, name: str = "bandwidth") -> float:
+    """``"2TB/s"``, ``"25Gb/s"`` or a number, to bytes per second."""
+    return _parse(value, _BANDWIDTH, name=name, example="'2TB/s' or '25Gb/s'")
+
+
+def parse_flops(value: int | float | str, *, name: str = "flops") -> float:
+    """``"312TFLOP/s"`` or a number, to floating-point operations per second."""
+    return _parse(value, _FLOPS, name=name, example="'312TFLOP/s'")
+
+
+def parse_seconds(value: int | float | str, *, name: str = "time") -> float:
+    """``"5us"``, ``"1.5 ms"`` or a number, to seconds."""
+    return _parse(value, _SECONDS, name=name, example="'5us'")
+
+
+def format_bytes(size: float) -> str:
+    """Bytes for people: ``"1.50 GiB"``."""
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for people: ``"12.3 ms"``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= factor or unit == "us":
+            return f"{seconds / factor:.3g} {unit}"
+    raise AssertionError("unreachable")
+
+
+def _parse(value: int | float | str, units: Mapping[str, float], *, name: str, example: str) -> float:
+    if isinstance(value, str):
+        match = _QUANTITY.fullmatch(value)
+        if not match:
+            raise ValueError(f"{name}: {value!r} is not a quantity; write for instance {example}")
+        number, unit = float(match[1]), match[2]
+        if unit and unit not in units:
+            raise ValueError(f"{name}: {value!r} has the unit {unit!r}, which is not known here; write {example}")
+        result = number * (units[unit] if unit else 1.0)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        result = float(value)
+    else:
+        raise ValueError(f"{name}: expected a number or text such as {example}, got {value!r}")
+    if not math.isfinite(result) or result < 0:
+        raise ValueError(f"{name}: {value!r} must be finite and not negative")
+    return result

@@ -1,0 +1,73 @@
+"""Random operator graphs: a chain of blocks with the root's segments before, between and after them."""
+
+from __future__ import annotations
+
+import random
+
+from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.optimizer import OptimizerProfile, ParameterUpdate
+from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph, Parameter, Segment
+
+
+def random_graph(seed: int, *, num_blocks: int = 3) -> OpGraph:
+    rng = random.Random(seed)
+    names = [f"b{index}" for index in range(num_blocks)]
+    order = [""] * rng.randint(0, 1) + names + [""] * rng.randint(0, 1)
+    if rng.random() < 0.3:
+        order.insert(rng.randint(0, len(order)), "")
+    order = [name for index, name in enumerate(order) if index == 0 or name != order[index - 1]]
+    parameters, uses = [], {index: [] for index in range(len(order))}
+    for block in {*order}:
+        own = [index for index, name in enumerate(order) if name == block]
+        for number in range(rng.randint(0 if block else 1, 3)):
+            shape = tuple(rng.randint(1, 9) for _ in range(rng.randint(1, 2)))
+            name = f"{block}.p{number}" if block else f"p{number}"
+            parameters.append(Parameter(name, shape, "float32", block, rng.random() < 0.8))
+            for index in rng.sample(own, rng.randint(1, min(2, len(own)))):
+                uses[index].append(name)
+    ops = [
+        Op(f"op{i}", "X", block, block, tuple(uses[i]), (), (_kernel(rng),), (_kernel(rng), _kernel(rng)), _amount(rng))
+        for i, block in enumerate(order)
+    ]
+    timeline = [_segment(rng, block) for block in order]
+    blocks = [Block(name, 0, bool(name)) for name in {"": None, **dict.fromkeys(order)}]
+    parameters.sort(key=lambda p: p.name)
+    return OpGraph(
+        model="M",
+        batch_size=2,
+        ops=tuple(ops),
+        edges=(),
+        parameters=tuple(parameters),
+        blocks=tuple(blocks),
+        timeline=tuple(timeline),
+        buffer_bytes=10,
+        input_bytes=Amount(1, 2),
+    )
+
+
+def profile_of(graph: OpGraph, *, elementwise: bool = True, add: bool = False) -> OptimizerProfile:
+    """An Adam-like optimizer: two states per element, a step count, temporaries as large as the parameter."""
+    updates = {
+        p.name: ParameterUpdate(8 * p.numel + 4, 28.0 * p.numel, 10.0, 4.0 * p.numel, add)
+        for p in graph.parameters
+        if p.trainable
+    }
+    return OptimizerProfile("AdamLike", elementwise, True, updates)
+
+
+def cluster_of(devices: int = 4, *, overlap: float = 0.5, backend: str = "nccl") -> Cluster:
+    device = Device("toy", 1000, {"float32": 1e3}, 1e3, 1e-3)
+    return Cluster("toy", device, devices, 1, Link(1e-3, 1e3), overlap=overlap, backend=backend)
+
+
+def _amount(rng: random.Random) -> Amount:
+    return Amount(rng.randint(0, 20), rng.randint(0, 20))
+
+
+def _kernel(rng: random.Random) -> Kernel:
+    return Kernel("aten.mm.default", {"n": rng.randint(0, 99)}, _amount(rng), _amount(rng), rng.randint(1, 3))
+
+
+def _segment(rng: random.Random, block: str) -> Segment:
+    output, kept, extra = _amount(rng), _amount(rng), _amount(rng)
+    return Segment(block, kept + output, output, kept + output + extra, _amount(rng))

@@ -1,0 +1,78 @@
+import os
+
+import pytest
+import torch
+
+from lightning_topt.costs.calibrate import calibrate, measure_kernels
+from lightning_topt.costs.cluster import COLLECTIVES, Cluster
+from lightning_topt.graph.kernels import encode_arguments
+from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph
+from tests.launch import run_ranks
+
+
+def graph():
+    def kernel(name, *shapes, flops=0.0):
+        arguments = encode_arguments(tuple(torch.empty(shape) for shape in shapes), {})
+        return Kernel(name, arguments, Amount(flops), Amount(1e3))
+
+    kernels = (
+        kernel("aten.mm.default", (64, 64), (64, 64), flops=2 * 64**3),
+        kernel("aten.mm.default", (256, 256), (256, 256), flops=2 * 256**3),
+        kernel("aten.relu.default", (64, 64)),
+        kernel("aten.mm.default", (3, 4), (5, 6)),  # cannot run
+        kernel("nowhere.op.default", (1,)),  # does not exist
+    )
+    op = Op("o", "X", "", "", (), (), kernels, (kernels[0],), Amount())
+    return OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), (), 0, Amount())
+
+
+def on_rank(rank):
+    cluster = calibrate(device="cpu", budget_seconds=1.0)
+    return cluster.to_dict(), measure_kernels(graph(), budget_seconds=0.3)
+
+
+def test_two_ranks_measure_the_same_sane_cluster():
+    (data, kernels), (other, other_kernels) = run_ranks(on_rank, 2)
+    assert data == other and kernels == other_kernels
+    cluster = Cluster.from_dict(data)
+    assert {(op, scope, size) for op, scope, size in cluster.collectives} == {(op, "intra", 2) for op in COLLECTIVES}
+    for curve in cluster.collectives.values():
+        assert len(curve.sizes) >= 2
+        assert all(0 < a <= b < 10 for a, b in zip(curve.seconds, curve.seconds[1:], strict=False))
+    assert 1e8 < cluster.device.flops["float32"] < 1e14
+    assert 1e8 < cluster.device.memory_bandwidth < 1e13
+    assert 0 < cluster.device.op_overhead_seconds < 1e-3
+    assert 0 <= cluster.overlap <= 1
+    assert (cluster.num_devices, cluster.backend) == (2, "gloo")
+    assert 1e5 < cluster.intra.bandwidth < 1e13 and 0 < cluster.intra.latency_seconds < 1
+    assert len(kernels) == 3  # the two that cannot be made are left out
+    seconds = {key: value for key, value in kernels.items() if "mm" in key[0]}
+    assert max(seconds, key=seconds.get)[1].count("256") == 6  # the larger product
+    assert all(0 < value < 1 for value in kernels.values())
+
+
+def test_one_process_needs_no_group():
+    cluster = calibrate(budget_seconds=0.3)
+    assert cluster.num_devices == 1 and not cluster.collectives and cluster.overlap == 0
+    assert str(os.getpid()) not in cluster.source and "1 rank(s)" in cluster.source
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+
+
+def test_budget_of_kernels_is_kept():
+    assert measure_kernels(graph(), budget_seconds=0.0) == {}
+
+
+def test_nodes_must_divide_ranks():
+    with pytest.raises(ValueError, match="2 nodes"):
+        calibrate(num_nodes=2)
+
+
+def inter_on_rank(rank):
+    return calibrate(num_nodes=2, budget_seconds=0.3)
+
+
+def test_ranks_on_two_nodes_measure_the_network_between():
+    cluster = run_ranks(inter_on_rank, 2)[0]
+    assert (cluster.devices_per_node, cluster.num_nodes) == (1, 2)
+    assert {scope for _, scope, _ in cluster.collectives} == {"inter"}
+    assert cluster.inter is not None

@@ -1,0 +1,222 @@
+"""The table, the picture and the page: what is marked, what is left out, and that the page is whole and harmless."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+import struct
+import subprocess
+from html.parser import HTMLParser
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pytest
+from rich.console import Console
+
+from lightning_topt.costs.units import format_bytes, format_seconds
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.plan.choose import PlanPoint, choose
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
+from lightning_topt.plan.report import print_table, save_html, save_png
+
+GIB = 2.0**30
+HOSTILE = "</script><b>&\u2028 'x' <!-- {{ data }}"
+
+
+def point(seconds, size, *, devices=2, stage=0, name="layers.0", model="GPT"):
+    blocks = (BlockPlan(name, OpConfig.zero(stage, recompute=True)), BlockPlan("", OpConfig.zero(stage)))
+    predicted = Prediction(seconds, size, 0.75 * seconds, 0.25 * seconds)
+    return PlanPoint(
+        seconds, size, devices, ParallelPlan(devices, blocks, model=model, batch_size=8, predicted=predicted)
+    )
+
+
+def frontier(count, *, devices=(2,), **kwargs):
+    """`count` points in all, spread over `devices`, smaller ones slower."""
+    each = [count // len(devices) + (i < count % len(devices)) for i in range(len(devices))]
+    return [
+        point((1 + (n - k) / n) / d, (1 + k / n) * GIB / d, devices=d, stage=k % 2, **kwargs)
+        for d, n in zip(devices, each, strict=True)
+        for k in range(n)
+    ]
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text inside each kind of element."""
+
+    VOID = {"meta", "link"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.text = [], [], {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.text.setdefault(self.open[-1], []).append(data)
+
+    @property
+    def data(self):
+        return json.loads(self.text["script"][0])
+
+
+def page(tmp_path, points, chosen, **kwargs):
+    path = tmp_path / "frontier.html"
+    save_html(path, points, chosen, **kwargs)
+    text = path.read_text(encoding="utf-8")
+    parsed = Page(text)
+    assert parsed.open == []
+    return text, parsed
+
+
+def table_rows(points, chosen, **kwargs):
+    console = Console(width=160, record=True, file=open("/dev/null", "w"), color_system=None)  # noqa: SIM115
+    print_table(points, chosen, console=console, **kwargs)
+    lines = console.export_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    return rows, lines[-1].strip()
+
+
+def test_table_marks_the_chosen_plan():
+    points = frontier(5)
+    rows, caption = table_rows(points, choose(points, memory_limit=1.5 * GIB / 2))
+    marked = [row for row in rows if row[0] == "*"]
+    assert len(rows) == 5 and len(marked) == 1
+    assert marked[0] == ["*", "2", "800 ms", "716.80 MiB", "1 x DDP + recompute, 1 x DDP"]
+    assert caption == "* chosen"
+
+
+def test_table_leaves_out_evenly_and_says_so():
+    points = frontier(500, devices=(1, 2, 4))
+    chosen = points[70]
+    rows, caption = table_rows(points[::-1], chosen, limit=12)
+    assert len(rows) == 12 and caption == "* chosen; 488 of 500 plans left out"
+    assert [row[0] for row in rows].count("*") == 1
+    for devices, group in itertools.groupby(points, key=lambda p: p.devices):
+        members, shown = list(group), [row for row in rows if row[1] == str(devices)]
+        assert shown[0][3] == format_bytes(members[0].peak_bytes)
+        assert shown[-1][2] == format_seconds(members[-1].step_seconds)
+        assert len(shown) >= 3  # and some between
+    assert len(table_rows(points, chosen, limit=2)[0]) == 7  # the ends of three series and the chosen one stay
+
+
+def test_chosen_plan_must_be_one_of_the_points(tmp_path):
+    points, other = frontier(3), point(9.0, GIB)
+    for write in (save_png, save_html):
+        with pytest.raises(ValueError, match="not one of the points"):
+            write(tmp_path / "x", points, other)
+    with pytest.raises(ValueError, match="not one of the points"):
+        print_table(points, other, console=Console(quiet=True))
+
+
+@pytest.mark.parametrize("memory_limit", [None, 0.8 * GIB, 500 * GIB])
+@pytest.mark.parametrize(("count", "devices"), [(1, (1,)), (9, (2,)), (2000, (1, 2, 4, 8, 16, 32, 64))])
+def test_png(tmp_path, count, devices, memory_limit):
+    points = frontier(count, devices=devices)
+    path = tmp_path / "frontier.png"
+    save_png(path, points, points[count // 2], memory_limit=memory_limit, title="5 $ and 6 $ \\frac")
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n") and content[-8:-4] == b"IEND"
+    assert struct.unpack(">II", content[16:24]) == (1440, 832)
+
+
+def test_png_shows_the_limit_and_the_choice(tmp_path):
+    points = frontier(9)
+    pictures = set()
+    for index, limit in ((0, None), (4, None), (4, 0.8 * GIB), (4, 0.7 * GIB)):
+        save_png(tmp_path / "x.png", points, points[index], memory_limit=limit)
+        pictures.add((tmp_path / "x.png").read_bytes())
+    assert len(pictures) == 4
+
+
+def test_png_leaves_pyplot_alone(tmp_path):
+    settings, backend = dict(matplotlib.rcParams), matplotlib.get_backend()
+    save_png(tmp_path / "x.png", frontier(3), frontier(3)[0])
+    assert dict(matplotlib.rcParams) == settings and matplotlib.get_backend() == backend
+    assert plt.get_fignums() == []
+
+
+def test_page_loads_nothing(tmp_path):
+    text, parsed = page(tmp_path, frontier(9), frontier(9)[4], memory_limit=GIB)
+    assert "http:" not in text and "https:" not in text and "url(" not in text and "@import" not in text
+    loading = {"src", "href", "data", "action", "srcset", "poster", "xlink:href"}
+    assert [attrs[k] for _, attrs in parsed.tags for k in loading & set(attrs)] == ["data:,"]
+    policy = next(a["content"] for _, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+
+
+@pytest.mark.parametrize(("count", "devices"), [(1, (1,)), (9, (2,)), (2000, (1, 2, 4, 8, 16))])
+def test_page_holds_every_plan(tmp_path, count, devices):
+    points = frontier(count, devices=devices)
+    chosen = choose(points)
+    text, parsed = page(tmp_path, points, chosen, exact=False)
+    data = parsed.data
+    assert len(data["points"]) == count and data["exact"] is False and len(text) < 2_000_000
+    plans = []
+    for entry in data["points"]:
+        text = entry["header"] + "".join(data["blocks"][block]["yaml"] for block in entry["blocks"])
+        plans.append(PlanPoint(entry["y"], entry["x"], entry["devices"], ParallelPlan.from_yaml(text)))
+    assert plans == sorted(points, key=lambda p: (p.devices, p.peak_bytes))
+    assert plans[data["chosen"]] == chosen and data["reason"] == chosen.plan.reason != ""
+    assert plans[data["chosen"]].plan.to_yaml() == chosen.plan.to_yaml()  # with its reason
+    for axis in data["axes"].values():
+        assert axis["low"] < axis["high"]
+        assert all(axis["low"] <= value <= axis["high"] for value, _ in axis["ticks"]) and 2 <= len(axis["ticks"]) <= 8
+
+
+def test_page_escapes_text(tmp_path):
+    points = frontier(3, name=HOSTILE, model=HOSTILE)
+    chosen = dataclasses.replace(points[1], plan=dataclasses.replace(points[1].plan, reason=HOSTILE))
+    for title, shown in (("", f"Plans for {HOSTILE}"), (HOSTILE, HOSTILE)):
+        _, parsed = page(tmp_path, points, chosen, title=title)
+        assert "b" not in {tag for tag, _ in parsed.tags} and len(parsed.text["script"]) == 2
+        assert "".join(parsed.text["title"]) == "".join(parsed.text["h1"]) == shown
+        assert parsed.data["reason"] == HOSTILE and parsed.data["blocks"][0]["block"] == HOSTILE
+
+
+def test_page_numbers(tmp_path):
+    points = [
+        point(0.5, GIB, devices=4),
+        dataclasses.replace(point(0.25, 2 * GIB), plan=ParallelPlan(2, point(1, 1).plan.blocks)),
+    ]
+    _, parsed = page(tmp_path, points, points[0], memory_limit=80 * GIB)
+    bare, full = (entry["numbers"] for entry in parsed.data["points"])
+    assert bare == {"Time per step": "250 ms", "Peak memory per device": "2.00 GiB", "Devices": "2"}
+    assert full["Computing"] == "375 ms" and full["Waiting for communication"] == "125 ms"
+    assert full["Samples per second"] == "64.0"  # 8 samples on each of 4 ranks in half a second
+    assert parsed.data["limit"]["text"] == "80.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "first", "last", "log"),
+    [
+        (1.0, 2.0, "1.0 GiB", "2.0 GiB", False),
+        (0.1, 0.1, "80 MiB", "120 MiB", False),
+        (1.0, 1.001, "1.0000 GiB", "1.0010 GiB", False),
+        (0.01, 1.0, "8 MiB", "512 MiB", True),
+    ],
+)
+def test_axis_marks(tmp_path, low, high, first, last, log):
+    _, parsed = page(tmp_path, [point(1.0, low * GIB), point(0.9, high * GIB)], point(1.0, low * GIB))
+    axis = parsed.data["axes"]["x"]
+    labels = [text for _, text in axis["ticks"]]
+    assert (labels[0], labels[-1], axis["log"]) == (first, last, log)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to check the script's syntax")
+def test_script_is_valid(tmp_path):
+    _, parsed = page(tmp_path, frontier(3), frontier(3)[0])
+    script = tmp_path / "page.js"
+    script.write_text(parsed.text["script"][1])
+    subprocess.run(["node", "--check", script], check=True)

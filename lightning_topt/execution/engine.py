@@ -1,0 +1,292 @@
+"""An engine runs one plan on one rank: it puts the module on the mesh, steps, saves, loads, and takes it back.
+
+A plain object that knows torch, not Lightning; ten lines of plain PyTorch drive it:
+
+    engine = build_engine(plan, module, device=device)
+    model = engine.parallelize()                 # call the model through this
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine.attach_optimizers([optimizer])
+    for batch in loader:
+        model(batch).backward(); optimizer.step(); optimizer.zero_grad()
+    engine.release()                             # the module is whole again
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_topt.execution import full_state
+from lightning_topt.execution.checkpointing import apply_recomputation, remove_recomputation
+from lightning_topt.execution.mesh import build_mesh, check_world_size
+from lightning_topt.execution.owned_step import install_owned_step, remove_owned_step
+from lightning_topt.execution.sharded import Sharding, broadcast_buffers
+from lightning_topt.graph.ownership import assign_owners
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+
+State = dict[str, Any]
+
+
+class Engine(ABC):
+    """What every way of running a plan can do. `release` undoes `parallelize`; both are collective calls."""
+
+    def __init__(self, plan: ParallelPlan, module: nn.Module, *, device: torch.device) -> None:
+        check_world_size(plan, dist.get_world_size())
+        check_blocks(plan, module)
+        self.plan, self.module, self.device = plan, module, device
+        self.optimizers: list[Optimizer] = []
+
+    @abstractmethod
+    def parallelize(self) -> nn.Module:
+        """Apply the plan to the module in place; returns what forward must be called through."""
+
+    @abstractmethod
+    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make ``step`` of optimizers that were built over the parallelized module follow the plan."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward accumulates gradients and leaves the exchange to a later backward, where that helps."""
+
+    @abstractmethod
+    def before_forward(self) -> None:
+        """To be called before each forward pass."""
+
+    @abstractmethod
+    def module_state(self) -> State:
+        """The module's full state on rank 0; other ranks may return a part. A collective call."""
+
+    @abstractmethod
+    def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Load a full state."""
+
+    @abstractmethod
+    def optimizer_state(self, optimizer: Optimizer) -> State:
+        """The optimizer's full state on rank 0; other ranks may return a part. A collective call."""
+
+    @abstractmethod
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a full state; each rank keeps its part."""
+
+    @abstractmethod
+    def optimizer_state_to_host(self) -> None:
+        """Take the optimizers' state off the device for good: `optimizer_state` still returns it. A collective call."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Undo `parallelize` and `attach_optimizers`: the module is whole and plain on every rank."""
+
+
+class ReplicatedEngine(Engine):
+    """Whole gradients on every rank (ZeRO stages 0 and 1), through torch's DistributedDataParallel."""
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        module: nn.Module,
+        *,
+        device: torch.device,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> None:
+        super().__init__(plan, module, device=device)
+        self._wrap = wrap or self._wrap_ddp
+        self._owners: dict[Tensor, int] = {}
+        self._model: nn.Module = module
+
+    def _wrap_ddp(self, module: nn.Module) -> nn.Module:
+        device_ids = None if self.device.type == "cpu" else [self.device.index]
+        return DistributedDataParallel(module.to(self.device), device_ids=device_ids, gradient_as_bucket_view=True)
+
+    @override
+    def parallelize(self) -> nn.Module:
+        apply_recomputation(self.module, recomputed_blocks(self.plan))
+        self._model = self._wrap(self.module)
+        self._owners = owners_of(self.plan, self.module)
+        return self._model
+
+    @override
+    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        for optimizer in self.optimizers:
+            install_owned_step(optimizer, owners=self._owners, rank=dist.get_rank())
+
+    @override
+    def no_sync(self) -> AbstractContextManager[None]:
+        if isinstance(self._model, DistributedDataParallel):
+            return self._model.no_sync()
+        return nullcontext()
+
+    @override
+    def before_forward(self) -> None:
+        return None
+
+    @override
+    def module_state(self) -> State:
+        return self.module.state_dict()
+
+    @override
+    def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        self.module.load_state_dict(state, strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> State:
+        if not self._owners:
+            return optimizer.state_dict()
+        return full_state.gather_owned_optimizer_state(optimizer, self._owners, self.device)
+
+    @override
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        if self._owners:
+            state = full_state.own_optimizer_state(optimizer, state, self._owners, dist.get_rank())
+        optimizer.load_state_dict(dict(state))
+
+    @override
+    def optimizer_state_to_host(self) -> None:
+        for optimizer in self.optimizers:
+            for values in optimizer.state.values():
+                values.update({k: v.cpu() for k, v in values.items() if isinstance(v, Tensor)})
+
+    @override
+    def release(self) -> None:
+        for optimizer in self.optimizers:
+            remove_owned_step(optimizer)
+        remove_recomputation(self.module)
+        self._model, self.optimizers = self.module, []
+
+
+class ShardedEngine(Engine):
+    """Sharded gradients, and sharded parameters where the plan says so (ZeRO stages 2 and 3), through torch's FSDP2."""
+
+    def __init__(self, plan: ParallelPlan, module: nn.Module, *, device: torch.device) -> None:
+        super().__init__(plan, module, device=device)
+        self._sharding: Sharding | None = None
+        self._on_host: dict[Optimizer, State] = {}
+
+    @property
+    def sharding(self) -> Sharding:
+        """The applied sharding."""
+        assert self._sharding is not None, "parallelize() comes first"
+        return self._sharding
+
+    @override
+    def parallelize(self) -> nn.Module:
+        apply_recomputation(self.module, recomputed_blocks(self.plan))
+        mesh = build_mesh(self.plan, self.device)
+        self._sharding = Sharding(self.module, self.plan, mesh=mesh, device=self.device)
+        return self._sharding.root
+
+    @override
+    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+
+    @override
+    def no_sync(self) -> AbstractContextManager[None]:
+        # Every backward reduces into the shards: keeping whole gradients until the last one would need the very memory
+        # that a sharded plan was chosen to save.
+        return nullcontext()
+
+    @override
+    def before_forward(self) -> None:
+        broadcast_buffers(self.module)
+
+    @override
+    def module_state(self) -> State:
+        self.sharding.reshard()
+        return full_state.gather_module_state(self.module.state_dict())
+
+    @override
+    def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        self.sharding.reshard()
+        self.module.load_state_dict(full_state.shard_module_state(state, self.module.state_dict()), strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> State:
+        if optimizer in self._on_host:
+            return self._on_host[optimizer]
+        return full_state.gather_sharded_optimizer_state(optimizer)
+
+    @override
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        optimizer.load_state_dict(full_state.shard_optimizer_state(optimizer, state))
+
+    @override
+    def optimizer_state_to_host(self) -> None:
+        for optimizer in self.optimizers:
+            self._on_host[optimizer] = self.optimizer_state(optimizer)
+            optimizer.state.clear()
+
+    @override
+    def release(self) -> None:
+        if self._sharding is not None:
+            self._sharding.remove()
+            self._sharding = None
+        remove_recomputation(self.module)
+        self.optimizers = []
+
+
+def build_engine(
+    plan: ParallelPlan,
+    module: nn.Module,
+    *,
+    device: torch.device,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> Engine:
+    """The engine that runs `plan`. `wrap` replaces the default DistributedDataParallel wrapping of replicated plans.
+
+    Raises PlanError when the plan does not belong to this module or this number of ranks.
+    """
+    if plan.is_sharded:
+        return ShardedEngine(plan, module, device=device)
+    return ReplicatedEngine(plan, module, device=device, wrap=wrap)
+
+
+def recomputed_blocks(plan: ParallelPlan) -> list[str]:
+    """Names of the blocks whose forward runs again in the backward pass. Raises PlanError for the block ``""``."""
+    names = [block.block for block in plan.blocks if block.config.recompute]
+    if "" in names:
+        raise PlanError('the block "" (everything outside the named blocks) cannot be recomputed')
+    return names
+
+
+def check_blocks(plan: ParallelPlan, module: nn.Module) -> None:
+    """Raise PlanError unless every block names a module and no block lies inside another."""
+    modules = dict(module.named_modules())
+    names = [block.block for block in plan.blocks if block.block]
+    if missing := [name for name in names if name not in modules]:
+        raise PlanError(
+            f"the plan names modules that {type(module).__name__} does not have: {missing[:5]}; it was made for "
+            f"{plan.model or 'another model'}: make a new plan"
+        )
+    inside = [(a, b) for a in names for b in names if b.startswith(a + ".")]
+    if inside:
+        raise PlanError(f"block {inside[0][1]!r} of the plan lies inside block {inside[0][0]!r}")
+
+
+def owners_of(plan: ParallelPlan, module: nn.Module) -> dict[Tensor, int]:
+    """Which rank updates which parameter, for the blocks whose optimizer state is sharded (ZeRO stage 1)."""
+    stage_1 = {block.block for block in plan.blocks if block.config.zero_stage == 1}
+    names = {block.block for block in plan.blocks}
+    owned = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and _block_of(name, names) in stage_1
+    }
+    owners = assign_owners({name: p.numel() for name, p in owned.items()}, plan.data_parallel_size)
+    return {parameter: owners[name] for name, parameter in owned.items()}
+
+
+def _block_of(parameter: str, blocks: set[str]) -> str:
+    parts = parameter.split(".")
+    for end in range(len(parts), 0, -1):
+        if ".".join(parts[:end]) in blocks:
+            return ".".join(parts[:end])
+    return ""

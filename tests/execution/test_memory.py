@@ -1,0 +1,99 @@
+"""MemoryMeter against allocations of known size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_topt.execution import memory
+from lightning_topt.execution.memory import MemoryMeter, release_free_memory
+
+MIB = 2**20
+linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+
+
+@linux
+def test_peak_is_what_was_allocated_and_freed():
+    meter = MemoryMeter(torch.device("cpu"))
+    meter.mark_base()
+    meter.reset_peak()
+    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    del block
+    peak = meter.peak_bytes()
+    assert peak is not None
+    assert 62 * MIB <= peak <= 72 * MIB  # the kernel batches its counters
+
+
+@linux
+def test_reset_forgets_an_earlier_peak():
+    meter = MemoryMeter(torch.device("cpu"))
+    meter.mark_base()
+    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    del block
+    meter.reset_peak()
+    peak = meter.peak_bytes()
+    assert peak is not None and peak < 8 * MIB
+
+
+@linux
+def test_pages_of_files_do_not_count(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"1" * (32 * MIB))
+    meter = MemoryMeter(torch.device("cpu"))
+    meter.mark_base()
+    meter.reset_peak()
+    mapped = torch.from_file(str(path), size=32 * MIB, dtype=torch.uint8)
+    assert int(mapped.max()) > 0
+    peak = meter.peak_bytes()
+    assert peak is not None and peak < 8 * MIB
+
+
+@linux
+def test_the_module_is_not_part_of_the_base():
+    module = torch.nn.Linear(4096, 4096, bias=False)
+    with_module, without_module = (MemoryMeter(torch.device("cpu")) for _ in range(2))
+    with_module.mark_base(module)
+    without_module.mark_base()
+    difference = without_module.base_bytes - with_module.base_bytes
+    assert difference == pytest.approx(64 * MIB, abs=MIB)
+
+
+@linux
+def test_released_memory_is_no_longer_resident():
+    blocks = [bytearray(1000) for _ in range(64 * 1024)]
+    meter = MemoryMeter(torch.device("cpu"))
+    meter.mark_base()
+    before = meter.base_bytes
+    del blocks
+    release_free_memory()
+    meter.mark_base()
+    assert meter.base_bytes < before - 32 * MIB
+
+
+def test_a_platform_that_cannot_say_gives_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "missing")
+    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "folder" / "missing")
+    meter = MemoryMeter(torch.device("cpu"))
+    meter.mark_base()
+    meter.reset_peak()
+    assert meter.peak_bytes() is None
+
+
+def test_without_a_base_there_is_no_answer():
+    meter = MemoryMeter(torch.device("cpu"))
+    meter.reset_peak()
+    assert meter.peak_bytes() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_peak():
+    device = torch.device("cuda", 0)
+    meter = MemoryMeter(device)
+    meter.mark_base()
+    meter.reset_peak()
+    block = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
+    del block
+    assert meter.peak_bytes() == 64 * MIB

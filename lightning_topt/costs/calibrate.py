@@ -28,6 +28,9 @@ _SIZES = tuple(4 << shift for shift in (10, 13, 16, 19, 22, 24))  # 4 KiB to 64 
 _MATRIX_SIZES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
 _MIN_SIZES, _MIN_REPEATS = 4, 3  # of collectives, however short the time is
 _BYTES_MOVED = 1 << 26  # of the memory bandwidth measurement: far more than a cache holds
+# Beside their tensors, training ranks of GPTs of 3 to 50 M parameters kept 4 to 14 MiB: objects of DDP and the optimizer,
+# buffers of gloo, small blocks on the C heap (benchmarks/results/memory_limits.md). torch counts no such bytes on CUDA.
+_CPU_PROCESS_BYTES = 9 << 20
 
 
 def calibrate(*, device: torch.device | str = "cpu", num_nodes: int = 1, budget_seconds: float = 1.5) -> Cluster:
@@ -81,6 +84,7 @@ def measure_device(device: torch.device, *, budget_seconds: float = 0.5) -> Devi
         flops=dict(zip(flops, agreed, strict=False)),
         memory_bandwidth=agreed[-2],
         op_overhead_seconds=agreed[-1],
+        process_bytes=_CPU_PROCESS_BYTES if device.type == "cpu" else 0,
     )
 
 

@@ -32,7 +32,8 @@ class Device:
 
     `flops` is the achieved FLOP/s of matrix products by dtype (``"float32"``); a dtype that is not listed runs at the
     rate of ``"float32"``. `memory_bandwidth` is in bytes/s, `op_overhead_seconds` what one kernel costs at least,
-    `price_per_hour` in any currency.
+    `process_bytes` is what a training rank keeps beside tensors (on CPUs: objects, buffers of libraries), `price_per_hour`
+    in any currency.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Device:
     memory_bandwidth: float
     op_overhead_seconds: float = 0.0
     price_per_hour: float | None = None
+    process_bytes: int = 0
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -221,6 +223,7 @@ def _device(data: Any, *, name: str) -> Device:
         flops=entries.take("flops", _rates),
         memory_bandwidth=entries.take("memory_bandwidth", parse_bandwidth),
         op_overhead_seconds=entries.take("op_overhead_seconds", parse_seconds, 0.0),
+        process_bytes=entries.take("process_bytes", parse_bytes, 0),
         price_per_hour=entries.take("price_per_hour", _number, None),
     )
     entries.finish()

@@ -107,7 +107,7 @@ def estimate_costs(
     """
     _check(cluster, optimizer, data_parallel_size, batch_size, family)
     time = StepTime(graph, cluster, optimizer, family, batch_size, data_parallel_size, kernel_seconds or {})
-    memory = StepMemory(graph, optimizer, family, batch_size, data_parallel_size, cluster.backend)
+    memory = _step_memory(graph, cluster, optimizer, family, batch_size, data_parallel_size)
     owned = bound_owned_elements(graph, world_size=data_parallel_size, any_owned=family == "replicated")
     operators = []
     for block in graph.blocks:
@@ -153,7 +153,7 @@ def explain(
     step_seconds = float(np.sum([path_seconds(time, block_time) for block_time in times], axis=0).max()) + owned
     seconds = _seconds_parts(times, owned)
     compute = sum(seconds[kind] for kind in ("forward", "backward", "recompute", "update"))
-    memory = StepMemory(graph, optimizer, family, batch_size, data_parallel_size, cluster.backend)
+    memory = _step_memory(graph, cluster, optimizer, family, batch_size, data_parallel_size)
     parts = _memory_parts(memory, configs)
     total = np.sum([*parts.values()], axis=0)
     peak = int(np.argmax(total))
@@ -168,6 +168,13 @@ def explain(
         peak_parts={kind: float(sizes[peak]) for kind, sizes in parts.items()},
         moments={name: float(size) for name, size in zip(names, total, strict=True)},
     )
+
+
+def _step_memory(
+    graph: OpGraph, cluster: Cluster, optimizer: OptimizerProfile, family: str, batch_size: float, world_size: int
+) -> StepMemory:
+    process_bytes = cluster.device.process_bytes
+    return StepMemory(graph, optimizer, family, batch_size, world_size, cluster.backend, process_bytes)
 
 
 def _check(

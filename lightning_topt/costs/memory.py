@@ -49,7 +49,7 @@ class Lifetime:
 @dataclass(frozen=True)
 class StepMemory:
     """What the memory of every block depends on: `family` is ``"replicated"`` (ZeRO 0, 1) or ``"sharded"`` (2, 3),
-    `backend` torch.distributed's (see `Cluster`), `batch_size` samples per rank.
+    `backend` torch.distributed's and `process_bytes` the device's (see `Cluster`), `batch_size` samples per rank.
     """
 
     graph: OpGraph
@@ -58,6 +58,7 @@ class StepMemory:
     batch_size: float
     world_size: int
     backend: str = "nccl"
+    process_bytes: int = 0
 
     @cached_property
     def segments(self) -> Segments:
@@ -123,6 +124,7 @@ def fixed_lifetimes(step: StepMemory) -> list[Lifetime]:
     """Everything that every plan of the family keeps in memory."""
     size = step.graph.buffer_bytes + step.graph.input_bytes.at(step.batch_size)
     lifetimes = [Lifetime("buffers and batch", size, step.moments[0], STEP), *update_lifetimes(step)]
+    lifetimes.append(Lifetime("process", step.process_bytes, step.moments[0], STEP))
     if step.family == "replicated":
         lifetimes += loose_gradient_lifetimes(step)
     return lifetimes

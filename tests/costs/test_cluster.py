@@ -71,7 +71,7 @@ def test_data_sheet_numbers():
 
 def test_measured_curves_round_trip(tmp_path):
     curve = CollectiveCurve((1e3, 1e6), (1e-5, 1e-3))
-    device = Device("d", 100, {"float32": 1.0, "bfloat16": 2.0}, 1.0, 0.0, 2.5)
+    device = Device("d", 100, {"float32": 1.0, "bfloat16": 2.0}, 1.0, 0.0, 2.5, 7)
     cluster = Cluster(
         "c", device, 2, 2, Link(0.0, 1.0), Link(1.0, 0.5), {("all_reduce", "inter", 4): curve}, 0.25, "gloo", "me"
     )

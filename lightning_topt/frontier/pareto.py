@@ -1,0 +1,134 @@
+"""Pareto-minimal rows of a matrix of costs: the array kernels below the algebra.
+
+Symbols: n rows (points), c columns (costs). Row x dominates row y when x <= y in every column and x != y.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Rows = NDArray[np.intp]
+
+_BLOCK = 256
+_CHUNK = 4096
+_BINS = 4096
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def pareto_rows(costs: Array, *, pivots: int | None = None) -> Rows:
+    """Indices of the Pareto-minimal rows of `costs` (n, c); of equal rows one is kept.
+
+    The order is that of the first column in which rows differ from others when at most two columns matter (ascending),
+    unspecified otherwise. With `pivots`, only that many good rows are used to filter: the answer is then a superset of
+    the minimal rows, without equal rows, found in O(n * pivots).
+    """
+    rows = unique_rows(costs)
+    ranks = _distinct_columns(_ranks(costs[rows]))
+    if ranks.shape[1] <= 2:
+        return rows[_sweep(ranks[:, 0], ranks[:, -1])] if ranks.shape[1] else rows[:1]
+    return rows[_filter(ranks, pivots)]
+
+
+def pareto_rows_2(first: Array, second: Array) -> Rows:
+    """`pareto_rows` of two columns (n,), sorted by `first` ascending, `second` then descends: sort and sweep."""
+    if len(first) <= 4 * _BINS:
+        return _sweep(first, second)
+    rows = np.flatnonzero(_not_behind(first, second))
+    return rows[_sweep(first[rows], second[rows])]
+
+
+def thin_rows(costs: Array, *, widths: Array) -> Rows:
+    """Indices of rows such that every row of `costs` (n, c) has one at most `widths` (c,) above it in each column.
+
+    The minimal cells of a grid: a point whose cell is below y's in every column exceeds y by less than one cell width.
+    """
+    return pareto_rows((costs - costs.min(axis=0)) // widths)
+
+
+def unique_rows(costs: Array) -> Rows:
+    """Indices of one row out of every set of equal rows of `costs` (n, c)."""
+    if len(costs) == 0 or costs.shape[1] == 0:
+        return np.arange(min(len(costs), 1))
+    words = (np.ascontiguousarray(costs) + 0.0).view(np.uint64)  # + 0.0 makes -0.0 and 0.0 the same bits
+    digest = np.zeros(len(costs), np.uint64)
+    for column in words.T:
+        digest = (digest ^ column) * _ODD
+        digest ^= digest >> np.uint64(29)
+    _, rows, group = np.unique(digest, return_index=True, return_inverse=True)
+    if np.array_equal(words[rows[group]], words):
+        return np.asarray(rows)
+    return np.asarray(np.unique(costs + 0.0, axis=0, return_index=True)[1])  # two different rows had one digest
+
+
+def _sweep(first: NDArray[np.generic], second: NDArray[np.generic]) -> Rows:
+    order = np.lexsort((second, first))
+    values = second[order]
+    keep = np.ones(len(order), bool)
+    keep[1:] = values[1:] < np.minimum.accumulate(values)[:-1]
+    return order[keep]
+
+
+def _not_behind(first: Array, second: Array) -> NDArray[np.bool_]:
+    """False for rows that a row of an earlier bin of `first` beats: leaves little for the sort."""
+    low, high = float(first.min()), float(first.max())
+    width = (high - low) / _BINS
+    if not width > 0:
+        return np.ones(len(first), bool)
+    bins = np.minimum(((first - low) / width).astype(np.intp), _BINS - 1)
+    best = np.full(_BINS + 1, np.inf)
+    np.minimum.at(best, bins + 1, second)
+    return np.asarray(second < np.minimum.accumulate(best)[bins])
+
+
+def _ranks(costs: Array) -> NDArray[np.unsignedinteger]:
+    """Dense ranks of every column: small integers compare several times faster than floats."""
+    kind = np.uint16 if len(costs) < 2**16 else np.uint32
+    ranks = np.empty(costs.shape, kind)
+    for column in range(costs.shape[1]):
+        order = np.argsort(costs[:, column])
+        values = costs[order, column]
+        ranks[order, column] = np.concatenate([[0], np.cumsum(values[1:] != values[:-1])])
+    return ranks
+
+
+def _distinct_columns(ranks: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """Without constant columns and with one of the columns that order the rows alike."""
+    seen = {column.tobytes(): index for index, column in enumerate(ranks.T) if column.any()}
+    return ranks[:, sorted(seen.values())]
+
+
+def _filter(ranks: NDArray[np.unsignedinteger], pivots: int | None) -> Rows:
+    """Blockwise: in the order of the rank sum a row can only be dominated by an earlier one."""
+    order = np.argsort(ranks.sum(axis=1, dtype=np.int64), kind="stable")
+    columns = np.ascontiguousarray(ranks[order].T)
+    kept = np.empty_like(columns)
+    rows: list[Rows] = []
+    count = 0
+    for start in range(0, len(order), _BLOCK):
+        block = columns[:, start : start + _BLOCK]
+        alive = np.arange(block.shape[1])
+        for begin in range(0, count if pivots is None else min(count, pivots), _CHUNK):
+            alive = alive[~_dominated(block[:, alive], kept[:, begin : min(begin + _CHUNK, count)])]
+        if pivots is None or count < pivots:
+            inside = block[:, alive]
+            alive = alive[~_dominated(inside, inside, itself=True)]
+        kept[:, count : count + len(alive)] = block[:, alive]
+        count += len(alive)
+        rows.append(order[start + alive])
+    return np.concatenate(rows)
+
+
+def _dominated(
+    candidates: NDArray[np.unsignedinteger], others: NDArray[np.unsignedinteger], *, itself: bool = False
+) -> NDArray[np.bool_]:
+    """Which `candidates` (c, n) have one of `others` (c, m) below or at them in every column."""
+    if not candidates.size:
+        return np.zeros(candidates.shape[1], bool)
+    below = candidates[0][:, None] >= others[0]
+    for candidate, other in zip(candidates[1:], others[1:], strict=True):
+        below &= candidate[:, None] >= other
+    if itself:
+        np.fill_diagonal(below, False)
+    return np.asarray(below.any(axis=1))

@@ -1,1 +1,16 @@
-"""PyTorch Lightning plugins that make distributed training fast."""
+"""PyTorch Lightning plugins that make distributed training fast.
+
+    LightningModule + batch -> graph -> costs -> frontier -> plan -> execution -> plugins (what a Trainer takes) -> cli
+
+A stage may import what earlier stages produce, never what later ones do. Importing this package registers the strategy
+names ``"topt"``, ``"topt_fork"`` and ``"topt_spawn"`` with Lightning.
+"""
+
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+from lightning_topt.plugins.register import register_strategies
+
+__all__ = ["AutoParallelStrategy", "ParallelPlan", "register_strategies"]
+__version__ = "0.1.0"
+
+register_strategies()

@@ -37,17 +37,24 @@ class PlanPoint:
 class PlanFrontier:
     """All plans that no other plan for the same number of devices beats in both time and memory, by devices and memory.
 
-    `exact` says whether the search proves that; `frontier.json` holds exactly these fields (docs/schemas.md).
+    `exact` says whether the search proves that; where not, no plan is better than one of these by more than the share
+    `error_bound` in both. `frontier.json` holds exactly these fields (docs/schemas.md).
     """
 
     points: tuple[PlanPoint, ...]
     exact: bool
     capture_seconds: float
     search_seconds: float
+    error_bound: float = 0.0
 
     @classmethod
     def of(
-        cls, points: Iterable[PlanPoint], *, exact: bool, capture_seconds: float = 0.0, search_seconds: float = 0.0
+        cls,
+        points: Iterable[PlanPoint],
+        *,
+        capture_seconds: float = 0.0,
+        search_seconds: float = 0.0,
+        error_bound: float = 0.0,
     ) -> PlanFrontier:
         """The frontier of any points: those that another one for as many devices beats are left out."""
         kept: list[PlanPoint] = []
@@ -55,7 +62,7 @@ class PlanFrontier:
             last = kept[-1] if kept and kept[-1].devices == point.devices else None
             if last is None or point.step_seconds < last.step_seconds:
                 kept.append(point)
-        return cls(tuple(kept), exact, capture_seconds, search_seconds)
+        return cls(tuple(kept), error_bound == 0, capture_seconds, search_seconds, error_bound)
 
     def to_json(self) -> str:
         """As `frontier.json` holds it."""

@@ -74,7 +74,8 @@ def test_wrong_options() -> None:
 
 def test_frontier_drops_what_is_beaten_per_device_count_and_round_trips() -> None:
     beaten = [point(1.6, 600), point(1.5, 601), point(1.0, 1000)]
-    frontier = PlanFrontier.of([*beaten, *POINTS], exact=True, capture_seconds=0.5, search_seconds=0.25)
+    frontier = PlanFrontier.of([*beaten, *POINTS], capture_seconds=0.5, search_seconds=0.25)
+    assert frontier.exact and not PlanFrontier.of(POINTS, error_bound=0.01).exact
     assert [(p.devices, p.peak_bytes / MIB) for p in frontier.points] == [(2, 400), (2, 600), (2, 1000), (4, 900)]
     assert PlanFrontier.from_json(frontier.to_json()) == frontier
     with pytest.raises(ValueError, match="schema version"):

@@ -1,0 +1,125 @@
+"""From a captured module to a frontier of plans and the chosen one: what the strategy and `topt plan` have in common.
+
+graph = capture(module, batch)
+optimizer = profile_optimizers(module, device=torch.device("cpu"))
+frontier = search_plans(graph, cluster=cluster, optimizer=optimizer, device_counts=(1, 2), global_batch_size=16)
+choose(frontier.points, memory_limit=2**30).plan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import _configure_optimizers
+
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.cost_table import CostTable
+from lightning_topt.costs.estimate import estimate_costs, explain, legal_families
+from lightning_topt.costs.memory import FAMILIES
+from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
+from lightning_topt.frontier.search import search_frontier
+from lightning_topt.graph.fake import fake_copy
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.choose import PlanFrontier, PlanPoint
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
+
+
+@dataclass(frozen=True)
+class Planning:
+    """A frontier and the point chosen from it (its plan says why); `graph` is what was planned."""
+
+    frontier: PlanFrontier
+    chosen: PlanPoint
+    graph: OpGraph
+
+
+def profile_optimizers(module: pl.LightningModule, *, device: torch.device, measure: bool = True) -> OptimizerProfile:
+    """What the module's own `configure_optimizers` makes, run on a fake copy; with `measure`, timed on `device`."""
+    copied, mode = fake_copy(module, device=device.type)
+    with mode:
+        optimizers, _, _ = _configure_optimizers(copied.configure_optimizers())  # type: ignore[arg-type]
+    named = list(copied.named_parameters())
+    profile = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
+    if not measure:
+        return profile
+    seconds = measure_update_seconds(optimizers, named_parameters=named, device=device)
+    return dataclasses.replace(profile, seconds_per_element=seconds)
+
+
+def search_plans(
+    graph: OpGraph,
+    *,
+    cluster: Cluster,
+    optimizer: OptimizerProfile,
+    device_counts: Sequence[int],
+    global_batch_size: int,
+    families: Iterable[str] = FAMILIES,
+    kernel_seconds: Mapping[KernelKey, float] | None = None,
+    capture_seconds: float = 0.0,
+) -> PlanFrontier:
+    """Search every family of plans at every number of devices and unite the frontiers.
+
+    Args:
+        device_counts: numbers of ranks to plan for. The global batch is the same for all, so each must divide it.
+        global_batch_size: samples per step over all ranks.
+        families: the families that this run can use (see `estimate_costs`); those the optimizer forbids are left out.
+        kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch size.
+        capture_seconds: what making `graph` took, for the record.
+
+    Raises ValueError when a device count does not divide the batch.
+    """
+    start, points, error_bound = time.perf_counter(), [], 0.0
+    for count in device_counts:
+        if global_batch_size % count:
+            raise ValueError(
+                f"a global batch of {global_batch_size} samples cannot be divided evenly over {count} devices; choose a "
+                f"batch size that is a multiple of {count}, or other device counts"
+            )
+        for family in legal_families(optimizer, data_parallel_size=count):
+            if family not in families:
+                continue
+            costs: dict[str, Any] = {
+                "cluster": cluster,
+                "optimizer": optimizer,
+                "data_parallel_size": count,
+                "batch_size": global_batch_size // count,
+                "kernel_seconds": kernel_seconds,
+            }
+            table = estimate_costs(graph, family=family, **costs)
+            found = search_frontier(table)
+            error_bound = max(error_bound, found.error_bound)
+            points += [_point(graph, table, point.choice, costs) for point in found.points]
+    return PlanFrontier.of(
+        points,
+        capture_seconds=capture_seconds,
+        search_seconds=time.perf_counter() - start,
+        error_bound=error_bound,
+    )
+
+
+def _point(graph: OpGraph, table: CostTable, choice: Mapping[str, int], costs: Mapping[str, Any]) -> PlanPoint:
+    configs: dict[str, OpConfig] = {op.name: op.configs[choice[op.name]] for op in table.operators}
+    explained = explain(graph, configs=configs, **costs)
+    plan = ParallelPlan(
+        data_parallel_size=costs["data_parallel_size"],
+        blocks=tuple(BlockPlan(block, config) for block, config in configs.items()),
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        batch_size=costs["batch_size"],
+        cluster=costs["cluster"].name,
+        predicted=Prediction(
+            step_seconds=explained.step_seconds,
+            peak_bytes=explained.peak_bytes,
+            compute_seconds=explained.compute_seconds,
+            exposed_communication_seconds=explained.exposed_communication_seconds,
+        ),
+    )
+    return PlanPoint(explained.step_seconds, explained.peak_bytes, costs["data_parallel_size"], plan)

@@ -1,0 +1,249 @@
+"""Which plan a run gets: given or searched, on rank 0, and the same on every rank or an error on every rank."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_topt.costs.calibrate import calibrate, measure_kernels
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.memory import FAMILIES
+from lightning_topt.execution.memory import release_free_memory
+from lightning_topt.execution.mesh import check_world_size
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
+from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
+from lightning_topt.plugins.example_batch import example_batches
+from lightning_topt.plugins.planning import Planning, profile_optimizers, search_plans
+
+UNIFORM = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class UniformPlan:
+    """The same ZeRO stage, and recomputation or not, for every block that the capture finds."""
+
+    stage: int
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the user asked of the planner; see `AutoParallelStrategy`."""
+
+    memory_limit: float | None = None
+    objective: str = "time"
+    plan: ParallelPlan | UniformPlan | None = None
+    cluster: Cluster | None = None
+    memory_margin: float = 0.05
+    only_replicated: bool = False
+
+
+def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None) -> ParallelPlan | UniformPlan | None:
+    """A plan from any of the forms that users may give it in. Raises PlanError."""
+    if plan is None or isinstance(plan, ParallelPlan):
+        return plan
+    if isinstance(plan, Mapping):
+        return ParallelPlan.from_dict(dict(plan))
+    name, _, suffix = str(plan).partition("+")
+    if name in UNIFORM and suffix in ("", "recompute"):
+        return UniformPlan(UNIFORM[name], suffix == "recompute")
+    if not Path(plan).exists():
+        raise PlanError(f"plan={str(plan)!r} is neither a file nor one of {sorted(UNIFORM)} (or with '+recompute')")
+    return ParallelPlan.load(plan)
+
+
+def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> tuple[ParallelPlan, Planning | None]:
+    """The plan for this fit, equal on every rank. A collective call; `Planning` on rank 0 when there was a search."""
+    module = trainer.lightning_module
+    check_agreement(request, module)
+    world_size = dist.get_world_size()
+    if not module.automatic_optimization:
+        return _manual_plan(request, world_size), None
+    given = request.plan
+    if isinstance(given, UniformPlan) and given.stage < 2 and not given.recompute:
+        given = uniform_plan(given.stage, data_parallel_size=world_size)
+    if isinstance(given, ParallelPlan):
+        check_world_size(given, world_size)
+        _check_model(given, module)
+        _check_features(given, request, trainer)
+        return given, None
+    # setup_data() waits for all ranks, so all of them call it, and a failure must not leave the others waiting later.
+    batches = on_every_rank(lambda: example_batches(trainer))
+    graph = on_rank_0(
+        lambda: capture(
+            module,
+            batches[0],
+            second_batch=batches[1],
+            forward_context=trainer.precision_plugin.forward_context,
+            device=trainer.strategy.root_device.type,
+        )
+    )
+    if isinstance(given, UniformPlan):
+        names = [block.name for block in graph.blocks if block.name and (block.recomputable or not given.recompute)]
+        plan = uniform_plan(given.stage, data_parallel_size=world_size, blocks=names, recompute=given.recompute)
+        _check_features(plan, request, trainer)
+        return plan, None
+    return _search(request, trainer, graph)
+
+
+def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[ParallelPlan, Planning | None]:
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    measure = request.cluster is None
+    profile = on_every_rank(lambda: profile_optimizers(module, device=device, measure=measure))
+    cluster, kernel_seconds = request.cluster, None
+    if cluster is None:
+        cluster = on_every_rank(lambda: calibrate(device=device, num_nodes=trainer.num_nodes))
+        kernel_seconds = on_every_rank(lambda: measure_kernels(graph, device=device))
+    planning: Planning | None = None
+
+    def search() -> dict[str, Any]:
+        nonlocal planning
+        frontier = search_plans(
+            graph,
+            cluster=cluster,
+            optimizer=profile,
+            device_counts=(dist.get_world_size(),),
+            global_batch_size=graph.batch_size * dist.get_world_size(),
+            families=_families(request, trainer),
+            kernel_seconds=kernel_seconds,
+        )
+        planning = Planning(frontier, choose_for(request, frontier, cluster), graph)
+        return planning.chosen.plan.to_dict()
+
+    plan = ParallelPlan.from_dict(on_rank_0(search))
+    release_free_memory()
+    rank_zero_info(f"topt: {plan.summary()}. {plan.reason}")
+    return plan, planning
+
+
+def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:
+    """The point of `frontier` that meets `request`; no limit means the memory of a device. Raises NoPlanFitsError."""
+    limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
+    return choose(frontier.points, objective=request.objective, memory_limit=limit, memory_margin=request.memory_margin)
+
+
+def _families(request: PlanRequest, trainer: pl.Trainer) -> tuple[str, ...]:
+    reason = _needs_whole_parameters(request, trainer)
+    return ("replicated",) if reason else FAMILIES
+
+
+def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer) -> str | None:
+    """Why plans with sharded parameters cannot run here, or None."""
+    if request.only_replicated:
+        return "options of DistributedDataParallel were given, and sharded plans do not run it"
+    averaging = (StochasticWeightAveraging, WeightAveraging)
+    if any(isinstance(callback, averaging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        return "weight-averaging callbacks copy whole parameters"
+    if trainer.precision == "16-true":
+        return "16-true keeps no float32 weights to shard"
+    return None
+
+
+def _check_features(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> None:
+    reason = _needs_whole_parameters(request, trainer) if plan.is_sharded else None
+    if reason:
+        raise PlanError(f"this plan shards parameters, but {reason}; choose ZeRO stage 0 or 1")
+
+
+def _check_model(plan: ParallelPlan, module: torch.nn.Module) -> None:
+    name = type(module).__name__
+    parameters = [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in module.named_parameters()]
+    if plan.fingerprint is not None and plan.fingerprint != model_fingerprint(name, parameters):
+        raise PlanError(
+            f"the plan was made for another model ({plan.model or 'of another kind'}): class name, parameter names, shapes or "
+            f"dtypes of this {name} differ. Make a new plan, or remove 'fingerprint' from the plan to run it all the same"
+        )
+
+
+def _manual_plan(request: PlanRequest, world_size: int) -> ParallelPlan:
+    given = request.plan
+    if isinstance(given, UniformPlan):
+        given = uniform_plan(given.stage, data_parallel_size=world_size, recompute=given.recompute)
+    plan = uniform_plan(0, data_parallel_size=world_size)
+    if given is not None and given != plan:
+        raise PlanError("manual optimization runs under the plan 'ddp' only: its steps cannot be seen in advance")
+    if request.memory_limit is not None or request.objective != "time":
+        raise ValueError(
+            "manual optimization cannot be planned (its steps cannot be seen in advance), so memory_limit and "
+            "objective='memory' cannot be honoured; remove them, or use automatic optimization"
+        )
+    return plan
+
+
+# ---- agreement of the ranks -------------------------------------------------------------------------------------------
+
+
+def check_agreement(request: PlanRequest, module: torch.nn.Module) -> None:
+    """Raise RuntimeError on every rank when ranks differ in versions, options or model. A collective call."""
+    mine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": version("lightning"),
+        "options of the strategy": repr(request),
+        "parameters of the model": [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()],
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, other in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if other[name] != value:
+                first, second = _first_difference(value, other[name])
+                raise RuntimeError(f"rank 0 and rank {rank} differ in {name}: {first} against {second}")
+
+
+def _first_difference(one: Any, two: Any) -> tuple[Any, Any]:
+    if not isinstance(one, list):
+        return one, two
+    for a, b in zip(one, two, strict=False):
+        if a != b:
+            return a, b
+    return f"{len(one)} entries", f"{len(two)} entries"
+
+
+class RemotePlanningError(RuntimeError):
+    """Planning failed on another rank; the message is that rank's."""
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """Run `function` on rank 0 and give every rank its result, or an error on every rank. A collective call."""
+    return _share(function, only_rank_0=True)
+
+
+def on_every_rank(function: Callable[[], T]) -> T:
+    """Run `function` on every rank; when one fails, all raise. A collective call (and `function` may hold some)."""
+    return _share(function, only_rank_0=False)
+
+
+def _share(function: Callable[[], T], *, only_rank_0: bool) -> T:
+    result: Any = None
+    error: BaseException | None = None
+    if dist.get_rank() == 0 or not only_rank_0:
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+    messages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RemotePlanningError(f"planning failed on rank {rank}: {message}")
+    if only_rank_0:
+        box = [result]
+        dist.broadcast_object_list(box, 0)
+        result = box[0]
+    return cast(T, result)

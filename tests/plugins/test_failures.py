@@ -1,0 +1,182 @@
+"""What goes wrong ends with a clear error on every rank, and never with a wait."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_topt import AutoParallelStrategy, ParallelPlan
+from lightning_topt.graph.capture import CaptureError
+from lightning_topt.plan.choose import NoPlanFitsError
+from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
+from lightning_topt.plugins.run_plan import RemotePlanningError
+from tests.models import GPT
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
+
+GOOD = uniform_plan(2, data_parallel_size=2, blocks=["blocks.0"])
+
+
+def fit_error(rank: int, options: dict[str, Any], module: L.LightningModule) -> tuple[str, str]:
+    try:
+        make_trainer(AutoParallelStrategy(**options), devices=2).fit(module, loader(4))
+    except Exception as error:
+        return type(error).__name__, str(error) + "".join(getattr(error, "__notes__", []))
+    raise AssertionError("the fit went through")
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (": : :", "not YAML"),
+        ("[1, 2]", "a plan is a mapping"),
+        ("version: 99", "version"),
+        ("kind: Deployment\nversion: 1", "unknown entries"),
+        (GOOD.to_yaml().replace("shard(0)", "shard(x)", 1), "shard"),
+        (GOOD.to_yaml().replace("data_parallel_size: 2", "data_parallel_size: two"), "whole number"),
+        (GOOD.to_yaml().split("blocks:")[0], "missing"),
+    ],
+)
+def test_corrupt_or_foreign_plan_file(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=says) as error:
+        AutoParallelStrategy(plan=path)
+    assert "plan.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (uniform_plan(0, data_parallel_size=4), "4 ranks, this run has 2"),
+        (uniform_plan(3, data_parallel_size=2, blocks=["encoder.0"]), "encoder.0"),
+        (ParallelPlan(2, GOOD.blocks, model="Other", fingerprint="0123456789abcdef"), "made for another model"),
+    ],
+)
+def test_plan_of_another_run(plan: ParallelPlan, says: str) -> None:
+    for name, message in on_ranks(fit_error, {"plan": plan}, RecordingGPT()):
+        assert name in ("PlanError", "RemotePlanningError") and says in message
+
+
+def test_no_plan_meets_the_limit() -> None:
+    first, second = on_ranks(fit_error, {"memory_limit": "4KiB"}, RecordingGPT())
+    assert first[0] == NoPlanFitsError.__name__ and second[0] == RemotePlanningError.__name__
+    assert "4.00 KiB" in first[1] and "ZeRO" in first[1]
+    assert first[1] in second[1]
+
+
+# ---- modules --------------------------------------------------------------------------------------------------------
+
+
+class MyError(Exception):
+    pass
+
+
+class Raising(GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise MyError("from the user's code")
+
+
+class DataDependent(GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if loss.item() > 0 else loss
+
+
+class Frozen(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+def test_training_step_that_raises() -> None:
+    first, second = on_ranks(fit_error, {}, Raising())
+    assert first == ("MyError", first[1]) and "from the user's code" in first[1]
+    assert second[0] == RemotePlanningError.__name__ and "MyError: from the user's code" in second[1]
+    for name, _ in on_ranks(fit_error, {"plan": "ddp"}, Raising()):
+        assert name == "MyError"
+
+
+def test_step_that_cannot_be_captured_names_the_line_and_the_way_out() -> None:
+    first, second = on_ranks(fit_error, {}, DataDependent())
+    assert first[0] == CaptureError.__name__ and second[0] == RemotePlanningError.__name__
+    for message in (first[1], second[1]):
+        assert "loss.item() > 0" in message and 'plan="ddp"' in message
+    on_ranks(fit_uncaptured)
+
+
+def fit_uncaptured(rank: int) -> None:
+    topt_trainer("ddp").fit(DataDependent(), loader(4))
+
+
+def test_no_trainable_parameters() -> None:
+    for _, message in on_ranks(fit_error, {}, Frozen()):
+        assert "no trainable parameter" in message or "requires a gradient" in message
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def differing(rank: int, what: str) -> tuple[str, str]:
+    module = RecordingGPT(width=16 + 16 * (rank == 1 and what == "model"))
+    return fit_error(rank, {"memory_margin": 0.1 * (rank == 1 and what == "options")}, module)
+
+
+@pytest.mark.parametrize(("what", "says"), [("model", "tokens.weight"), ("options", "memory_margin=0.1")])
+def test_ranks_that_differ(what: str, says: str) -> None:
+    for name, message in on_ranks(differing, what):
+        assert name == "RuntimeError" and "rank 0 and rank 1 differ" in message and says in message
+
+
+SCRIPT = """
+import os, signal, sys
+import lightning as L
+import lightning_topt
+from tests.plugins.trainer_ranks import RecordingGPT, loader
+
+class Dies(RecordingGPT):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == {dead}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+strategy = lightning_topt.AutoParallelStrategy(plan="{plan}")
+L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False,
+          enable_progress_bar=False, max_epochs=1).fit(Dies(), loader(2))
+print("FINISHED")
+"""
+
+
+@pytest.mark.parametrize(("plan", "dead"), [("ddp", 1), ("zero1", 1), ("zero3", 1), ("zero3", 0)])
+def test_killed_rank_ends_the_job(tmp_path: Path, plan: str, dead: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(plan=plan, dead=dead))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    job = subprocess.Popen(
+        [sys.executable, str(script)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = job.communicate(timeout=120)  # until the last rank, which holds the pipe, has ended too
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode != 0 and "FINISHED" not in output
+    assert "closed by peer" in output.lower() or "reset by peer" in output.lower() or "-9" in output or dead == 0
+    assert time.monotonic() - start < 120

@@ -1,0 +1,79 @@
+"""StepMonitor against steps of known length and size."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_topt.plugins.step_monitor import StepMonitor
+
+MIB = 2**20
+linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+
+
+class Known(pl.LightningModule):
+    """Steps that sleep and allocate what they are told."""
+
+    def __init__(self, step_seconds=0.01, first_seconds=0.1, step_bytes=0, val_bytes=0):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.step_seconds, self.first_seconds = step_seconds, first_seconds
+        self.step_bytes, self.val_bytes = step_bytes, val_bytes
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.first_seconds if self.global_step < 2 else self.step_seconds)
+        torch.ones(self.step_bytes, dtype=torch.uint8)
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        torch.ones(self.val_bytes, dtype=torch.uint8)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module, *, warmup_steps=2, batches=12, **options):
+    monitor = StepMonitor(warmup_steps=warmup_steps)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    loader = DataLoader(torch.ones(batches, 1))
+    trainer.fit(module, loader, DataLoader(torch.ones(2, 1)))
+    return monitor.measurement
+
+
+def test_median_leaves_out_the_first_steps():
+    measurement = fit(Known())
+    assert measurement.steps == 10
+    assert 0.01 <= measurement.median_step_seconds < 0.03
+
+
+def test_a_step_is_all_batches_of_an_accumulated_gradient():
+    measurement = fit(Known(), accumulate_grad_batches=3)
+    assert measurement.steps == 2
+    assert 0.03 <= measurement.median_step_seconds < 0.06
+
+
+@linux
+def test_peak_is_that_of_training_steps_not_of_validation():
+    module = Known(step_seconds=0, first_seconds=0, step_bytes=64 * MIB, val_bytes=256 * MIB)
+    measurement = fit(module, val_check_interval=4)
+    (peak,) = measurement.peak_bytes_per_rank
+    assert 60 * MIB < peak < 80 * MIB
+
+
+def test_too_short_a_run_gives_no_number():
+    measurement = fit(Known(step_seconds=0, first_seconds=0), warmup_steps=20)
+    assert (measurement.steps, measurement.median_step_seconds) == (0, None)
+    assert measurement.peak_bytes_per_rank == (None,)
+
+
+def test_without_warm_up_it_refuses():
+    with pytest.raises(ValueError, match="warmup_steps"):
+        StepMonitor(warmup_steps=0)

@@ -1,0 +1,414 @@
+"""What users of Lightning's ``ddp`` expect of a strategy, for one plan of each way of running (numbers: lightning features).
+
+Each test runs on two ranks and compares with Lightning's own `DDPStrategy`, or with a value that can be worked out.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.pytorch.callbacks import BasePredictionWriter, GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+
+from lightning_topt import AutoParallelStrategy
+from tests.models import GPT, ConvNet
+from tests.plugins.trainer_ranks import (
+    RecordingGPT,
+    loader,
+    make_trainer,
+    on_ranks,
+    topt_trainer,
+)
+
+KINDS = ["ddp", "zero1", "zero3"]
+every_kind = pytest.mark.parametrize("plan", KINDS)
+
+
+# ---- 1, 2: the four loops and their limits --------------------------------------------------------------------------
+
+
+def loops(rank: int, plan: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = RecordingGPT()
+    trainer = topt_trainer(plan, limit_train_batches=3, limit_val_batches=2, num_sanity_val_steps=1)
+    trainer.fit(module, loader(4), loader(4))
+    fitted = float(trainer.callback_metrics["val_loss"])
+    validated = trainer.validate(module, loader(4), verbose=False)[0]["val_loss"]
+    tested = trainer.test(module, loader(4), verbose=False)[0]["test_loss"]
+    predicted = trainer.predict(module, loader(4, length=10))
+    fast = topt_trainer(plan, fast_dev_run=2)
+    fast.fit(RecordingGPT(), loader(4), loader(4))
+    overfit = topt_trainer(plan, overfit_batches=1, max_epochs=2)
+    overfit.fit(RecordingGPT(), loader(4))
+    return {
+        "steps": trainer.global_step,
+        "losses": [fitted, validated, tested],
+        "predicted": [tuple(batch.shape) for batch in predicted],
+        "fast": fast.global_step,
+        "overfit": overfit.global_step,
+    }
+
+
+@every_kind
+def test_fit_validate_test_predict(plan: str) -> None:
+    for result in on_ranks(loops, plan):
+        assert result["steps"] == 3 and result["fast"] == 2 and result["overfit"] == 2
+        # The same weights on the same data: all 8 batches in test; validation was limited to 2 of them.
+        assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-6)
+        # 10 samples on 2 ranks: 5 each, without repeated samples
+        assert result["predicted"] == [(4, 8), (1, 8)]
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[Any] = []
+        self.epoch: Any = None
+
+    def write_on_batch_end(self, trainer, module, prediction, indices, batch, batch_idx, dataloader_idx):  # type: ignore[no-untyped-def]
+        self.batches.append((indices, prediction))
+
+    def write_on_epoch_end(self, trainer, module, predictions, indices):  # type: ignore[no-untyped-def]
+        self.epoch = (predictions, indices)
+
+
+def predict(rank: int, plan: str) -> Any:
+    torch.manual_seed(0)
+    writer, module = Writer(), RecordingGPT()
+    trainer = topt_trainer(plan, callbacks=[writer], max_steps=1)
+    trainer.fit(module, loader(4))
+    returned = trainer.predict(module, loader(4, length=10))
+    direct = [module(batch[0]).argmax(-1) for batch in loader(1, length=10)]
+    for indices, prediction in writer.batches:
+        for index, row in zip(indices, prediction, strict=True):
+            assert torch.equal(direct[index][0], row)
+    assert all(torch.equal(a, b) for a, b in zip(writer.epoch[0], returned, strict=True))
+    return sorted(index for indices, _ in writer.batches for index in indices)
+
+
+@every_kind
+def test_prediction_writer_sees_every_sample_once(plan: str) -> None:
+    ranks = on_ranks(predict, plan)
+    assert sorted(ranks[0] + ranks[1]) == list(range(10))
+
+
+# ---- 3, 4, 24: ranks, samplers, collectives -------------------------------------------------------------------------
+
+
+class Facts(L.Callback):
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        s, rank = trainer.strategy, dist.get_rank()
+        self.rank = (
+            trainer.global_rank,
+            trainer.local_rank,
+            trainer.node_rank,
+            trainer.world_size,
+            trainer.num_devices,
+        )
+        assert s.is_global_zero == trainer.is_global_zero == (rank == 0)
+        assert torch.equal(module.all_gather(torch.tensor(float(rank))), torch.tensor([0.0, 1.0]))
+        assert s.reduce(torch.tensor(float(rank)), reduce_op="mean") == 0.5
+        assert s.reduce(torch.tensor(float(rank)), reduce_op="sum") == 1.0
+        assert s.broadcast({"rank": rank}, src=1) == {"rank": 1}
+        assert s.reduce_boolean_decision(rank == 0, all=True) is False
+        assert s.reduce_boolean_decision(rank == 0, all=False) is True
+        s.barrier()
+        self.sampler = trainer.train_dataloader.sampler
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.epoch = getattr(self.sampler, "epoch", None)
+
+
+def facts(rank: int, plan: str) -> Any:
+    injected, plain = Facts(), Facts()
+    topt_trainer(plan, callbacks=[injected], max_epochs=2).fit(RecordingGPT(), loader(4))
+    topt_trainer(plan, callbacks=[plain], use_distributed_sampler=False).fit(RecordingGPT(), loader(4))
+    assert isinstance(injected.sampler, DistributedSampler) and isinstance(plain.sampler, SequentialSampler)
+    assert injected.sampler.num_replicas == 2 and injected.sampler.rank == rank
+    return injected.rank, injected.epoch
+
+
+@every_kind
+def test_ranks_samplers_and_collectives(plan: str) -> None:
+    assert on_ranks(facts, plan) == [((0, 0, 0, 2, 2), 1), ((1, 1, 0, 2, 2), 1)]
+
+
+# ---- 8, 9: clipping and accumulation beyond test_equivalence --------------------------------------------------------
+
+
+class OwnClipping(RecordingGPT):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+        norm = torch.stack(
+            [(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).norm() for p in self.parameters()]
+        )
+        self.norms = [*getattr(self, "norms", []), norm.norm().item()]
+
+
+def own_clipping(rank: int, plan: str) -> Any:
+    module = OwnClipping()
+    schedule = GradientAccumulationScheduler(scheduling={0: 1, 1: 4})
+    trainer = topt_trainer(plan, callbacks=[schedule], max_epochs=2)
+    trainer.fit(module, loader(4))
+    return module.norms, trainer.global_step
+
+
+@every_kind
+def test_own_clipping_and_scheduled_accumulation(plan: str) -> None:
+    for norms, steps in on_ranks(own_clipping, plan):
+        assert steps == 8 + 2  # 8 batches a rank and epoch, then 4 to a step
+        assert norms == pytest.approx([0.01] * 10, rel=1e-3)  # gradients are far larger: all are clipped to 0.01
+
+
+# ---- 10: precision --------------------------------------------------------------------------------------------------
+
+
+def with_precision(rank: int, strategy: Any, precision: str) -> Any:
+    torch.manual_seed(0)
+    module = RecordingGPT()
+    strategy = DDPStrategy() if strategy is None else AutoParallelStrategy(plan=strategy)
+    make_trainer(strategy, devices=2, precision=precision, max_epochs=2).fit(module, loader(4))
+    return module.losses, {str(p.dtype) for p in module.parameters()}
+
+
+@every_kind
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precision_as_under_ddp(plan: str, precision: str) -> None:
+    expected, dtypes = on_ranks(with_precision, None, precision)[0]
+    # bfloat16 keeps 8 bits: sums in another order differ by a few of its steps
+    tolerance = {"bf16-mixed": 2e-3, "bf16-true": 3e-2, "64-true": 1e-10}[precision]
+    for losses, rank_dtypes in on_ranks(with_precision, plan, precision):
+        assert losses == pytest.approx(expected, rel=tolerance)
+        assert rank_dtypes == dtypes
+
+
+# ---- 12: logging ----------------------------------------------------------------------------------------------------
+
+
+class Logging(RecordingGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_rank = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        rank = float(self.global_rank)
+        self.log("mean", rank, sync_dist=True)
+        self.log("sum", rank, sync_dist=True, reduce_fx="sum")
+        self.log("max", rank, sync_dist=True, reduce_fx="max")
+        self.log("local", rank)
+        self.mean_rank.update(rank)
+        self.log("metric", self.mean_rank)
+
+
+def logged(rank: int, plan: str) -> dict[str, float]:
+    trainer = topt_trainer(plan, limit_train_batches=1)
+    trainer.fit(Logging(), loader(4), loader(8))  # 64 samples: 4 validation batches a rank
+    return {k: float(v) for k, v in trainer.callback_metrics.items() if k in ("mean", "sum", "max", "local", "metric")}
+
+
+@every_kind
+def test_logging_over_ranks(plan: str) -> None:
+    for rank, metrics in enumerate(on_ranks(logged, plan)):
+        assert metrics == {"mean": 0.5, "sum": 4.0, "max": 1.0, "local": float(rank), "metric": 0.5}
+
+
+# ---- 14, 15: optimizers and schedules -------------------------------------------------------------------------------
+
+
+class Manual(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for index, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            tokens, targets = batch
+            loss = nn.functional.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            self.manual_backward(loss * (index + 1))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        body, head = torch.optim.SGD(self.parameters(), 0.1), torch.optim.Adam(self.head.parameters(), 1e-2)
+        return [body, head]
+
+
+def manual(rank: int, ours: bool) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    module = Manual()
+    # Toggling leaves parameters without gradients: ddp needs to look for them, and so does topt.
+    options = {"find_unused_parameters": True}
+    strategy = AutoParallelStrategy(**options) if ours else DDPStrategy(**options)
+    make_trainer(strategy, devices=2).fit(module, loader(4))
+    return module.state_dict()
+
+
+def test_manual_optimization_as_under_ddp() -> None:
+    expected = on_ranks(manual, False)[0]
+    for state in on_ranks(manual, True):
+        for name, value in expected.items():
+            assert torch.equal(state[name], value), name
+
+
+def refused_manual(rank: int) -> list[str]:
+    messages = []
+    for options in ({"memory_limit": "1GiB"}, {"plan": "zero3"}, {"objective": "memory"}):
+        with pytest.raises(ValueError, match="manual optimization") as error:
+            make_trainer(AutoParallelStrategy(**options), devices=2).fit(Manual(), loader(4))
+        messages.append(str(error.value))
+    return messages
+
+
+def test_manual_optimization_refuses_what_it_cannot_do() -> None:
+    for messages in on_ranks(refused_manual):
+        assert all("cannot be seen in advance" in message for message in messages)
+
+
+class WithLBFGS(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def lbfgs(rank: int, ours: bool) -> Any:
+    torch.manual_seed(0)
+    module = WithLBFGS()
+    make_trainer(AutoParallelStrategy() if ours else DDPStrategy(), devices=2, max_steps=3).fit(module, loader(4))
+    return module.losses
+
+
+def test_lbfgs_closure_runs_as_under_ddp() -> None:
+    # The search may only offer what an optimizer that couples parameters can do: the step on every rank.
+    expected = on_ranks(lbfgs, False)[0]
+    assert on_ranks(lbfgs, True)[0] == pytest.approx(expected, rel=1e-6)
+
+
+class Scheduled(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        self.total_steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=self.total_steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rates = [*getattr(self, "rates", []), self.optimizers().param_groups[0]["lr"]]
+
+
+def scheduled(rank: int, plan: str) -> Any:
+    module = Scheduled()
+    topt_trainer(plan, max_epochs=2).fit(module, loader(4))
+    return module.total_steps, module.rates
+
+
+@every_kind
+def test_schedules_per_step_and_their_length(plan: str) -> None:
+    for total, rates in on_ranks(scheduled, plan):
+        assert total == 16
+        assert rates == pytest.approx([1 - step / 16 for step in range(16)])
+
+
+# ---- 16: hooks ------------------------------------------------------------------------------------------------------
+
+HOOKS = [name for name in dir(L.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+
+
+class Calls(L.Callback):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        for name in HOOKS:
+            setattr(self, name, self._recorder(name))
+
+    def _recorder(self, name: str) -> Any:
+        def record(*args: Any, **kwargs: Any) -> None:
+            self.names.append(name)
+
+        return record
+
+
+def hooks(rank: int, plan: str | None) -> list[str]:
+    calls = Calls()
+    strategy = DDPStrategy() if plan is None else AutoParallelStrategy(plan=plan)
+    trainer = make_trainer(strategy, devices=2, callbacks=[calls], accumulate_grad_batches=2, limit_train_batches=4)
+    trainer.fit(RecordingGPT(), loader(4), loader(4))
+    return calls.names
+
+
+@pytest.mark.parametrize("plan", [*KINDS, "zero2+recompute"])
+def test_hooks_come_in_ddps_order(plan: str) -> None:
+    expected = on_ranks(hooks, None)
+    assert "on_before_optimizer_step" in expected[0]
+    assert on_ranks(hooks, plan) == expected
+
+
+# ---- 23: layer sync -------------------------------------------------------------------------------------------------
+
+
+class Images(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        data = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+        return DataLoader(list(zip(data, torch.arange(32) % 10, strict=True)), batch_size=8)
+
+
+def batch_norm(rank: int, plan: str | None) -> None:
+    strategy = DDPStrategy() if plan is None else AutoParallelStrategy(plan=plan)
+    with pytest.raises(ValueError, match=r"^SyncBatchNorm"):
+        make_trainer(strategy, devices=2, sync_batchnorm=True).fit(ConvNet(), Images())
+
+
+@pytest.mark.parametrize("plan", [None, *KINDS])
+def test_sync_batchnorm_is_applied(plan: str | None) -> None:
+    # torch's SyncBatchNorm runs on accelerators only: that it refuses the CPU shows that Lightning's layer sync was applied.
+    on_ranks(batch_norm, plan)
+
+
+def buffers(rank: int, plan: str) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    module = ConvNet()
+    topt_trainer(plan).fit(module, Images())
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@every_kind
+def test_buffers_follow_rank_0(plan: str) -> None:
+    states = on_ranks(buffers, plan)
+    expected = on_ranks(buffers, "ddp")[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(states[0][name], value, rtol=1e-4, atol=1e-6)
+
+
+# ---- 29: more than one fit, pickling --------------------------------------------------------------------------------
+
+
+def twice(rank: int, plan: str) -> Any:
+    torch.manual_seed(0)
+    module = RecordingGPT()
+    trainer = topt_trainer(plan, max_epochs=1)
+    trainer.fit(module, loader(4))
+    first = len(module.losses)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(4))
+    second = topt_trainer(plan, max_epochs=1)
+    second.fit(module, loader(4))
+    return first, len(module.losses), {name: p.clone() for name, p in module.state_dict().items()}
+
+
+@every_kind
+def test_fit_again(plan: str) -> None:
+    ranks = on_ranks(twice, plan)
+    assert [result[:2] for result in ranks] == [(8, 24), (8, 24)]
+    for name, value in ranks[0][2].items():
+        assert torch.equal(value, ranks[1][2][name])
+
+
+def test_strategy_pickles_before_the_run() -> None:
+    strategy = pickle.loads(pickle.dumps(AutoParallelStrategy(memory_limit="1GiB", plan="zero2")))
+    assert strategy.request.memory_limit == 2**30

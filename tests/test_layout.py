@@ -1,0 +1,87 @@
+"""The order of the stages, read from the imports; and the size of files and functions."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "lightning_topt"
+STAGES = ["graph", "costs", "frontier", "plan", "execution", "plugins", "cli"]  # each imports itself and what is before
+BESIDE = ["communication", "optim", "data"]  # import no stage
+ALLOWED = {stage: STAGES[: index + 1] + BESIDE for index, stage in enumerate(STAGES)}
+ALLOWED |= {beside: [beside] for beside in BESIDE}
+ALLOWED["frontier"] = ["frontier", "costs"]  # the search knows nothing of models
+ONLY_IN = {"lightning": {"plugins", "cli"}, "pytorch_lightning": set(), "hydra": {"cli"}, "omegaconf": {"cli"}}
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60
+
+
+def imported(tree: ast.AST) -> set[str]:
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert all(node.level == 0 for node in froms), "relative import"
+    return names | {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+
+
+def violations(path: Path, tree: ast.AST) -> list[str]:
+    parts = path.relative_to(PACKAGE).parts
+    if len(parts) == 1:  # the package's own __init__ may import everything
+        return []
+    stage, found = parts[0], []
+    for name in imported(tree) - {"lightning_topt.__version__"}:
+        top, *rest = name.split(".")
+        if top == "lightning_topt" and rest[0] not in ALLOWED[stage]:
+            found.append(f"{path.relative_to(ROOT)} imports {name}; {stage} may import {ALLOWED[stage]}")
+        if stage not in ONLY_IN.get(top, ALLOWED):
+            found.append(f"{path.relative_to(ROOT)} imports {name}, which is for {ONLY_IN[top]}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    assert violations(path, ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("graph/a.py", "from lightning_topt.plan.parallel_plan import ParallelPlan"),
+        ("costs/a.py", "import lightning.pytorch as pl"),
+        ("plugins/a.py", "import hydra"),
+        ("frontier/a.py", "from lightning_topt.graph.op_graph import OpGraph"),
+        ("plugins/a.py", "def f():\n    from lightning_topt.cli import main"),
+        ("graph/a.py", "from lightning_topt import AutoParallelStrategy"),
+    ],
+)
+def test_the_check_sees_violations(path, code):
+    assert violations(PACKAGE / path, ast.parse(code))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_sizes(path):
+    text = path.read_text()
+    assert text.count("\n") <= MAX_FILE_LINES
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {}
+    for function in functions:
+        body = function.body[1:] if ast.get_docstring(function) else function.body
+        size = function.end_lineno - (body[0].lineno if body else function.lineno) + 1
+        if size > MAX_FUNCTION_LINES:
+            long[function.name] = size
+    assert not long
+
+
+def test_no_import_cycles():
+    """Imports inside a stage have a direction too."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    edges = {}
+    for name, path in files.items():
+        found = imported(ast.parse(path.read_text()))
+        edges[name] = {n for n in (*found, *(f.rpartition(".")[0] for f in found)) if n in files and n != name}
+    while leaves := [name for name, targets in edges.items() if not targets & set(edges)]:
+        for name in leaves:
+            del edges[name]
+    assert not edges, f"import cycle among {sorted(edges)}"

@@ -24,9 +24,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
 
+DEMO := experiment=byte_lm strategy=topt strategy.memory_limit=160MiB
+
 demo: $(STAMP) ## Plan and train a byte-level GPT on 2 CPU ranks; ends with what was predicted and what was measured
-	$(BIN)/topt plan experiment=byte_lm
-	$(BIN)/topt train experiment=byte_lm strategy=topt
+	$(BIN)/topt plan $(DEMO)
+	$(BIN)/topt train $(DEMO)
 
 test: $(STAMP) ## Run the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -41,7 +43,8 @@ format: $(STAMP) ## Rewrite the code in the project's style
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## Run every benchmark; results go to benchmarks/results
-	@for script in benchmarks/bench_*.py; do echo "$$script" && $(BIN)/python "$$script" || exit 1; done
+	@for name in frontier_search overhead memory_limits; do \
+		echo "benchmarks.$$name" && $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -1,0 +1,63 @@
+"""What the benchmark scripts share: running one measured job, and saying where it ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+class JobFailed(RuntimeError):
+    """A job that ended without a result; `steps` it had finished, `output` is what it printed."""
+
+    def __init__(self, message: str, *, steps: int, output: str) -> None:
+        super().__init__(message)
+        self.steps, self.output = steps, output
+
+
+def run_gpt(*, timeout: float = 560, **options: Any) -> dict[str, Any]:
+    """Run `gpt_run.py` with ``--key value`` options (None is left out). Raises JobFailed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        arguments = [f"--{k.replace('_', '-')}={v}" for k, v in options.items() if v is not None]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(ROOT / "benchmarks" / "gpt_run.py"), f"--out={out}", *arguments]
+        job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+        if job.returncode or not out.exists():
+            progress = out.with_suffix(".progress")
+            steps = int(progress.read_text()) if progress.exists() else 0
+            raise JobFailed(f"exit status {job.returncode}", steps=steps, output=job.stdout + job.stderr)
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
+
+
+def machine() -> str:
+    """Hardware and versions, one line each."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = {line.split(":")[1].strip() for line in lines if line.startswith("model name")}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return "\n".join(
+        [
+            f"- {os.cpu_count()} x {', '.join(names) or platform.processor()}, {platform.system()} {platform.release()}",
+            f"- Python {platform.python_version()}, torch {torch.__version__}, lightning {version('lightning')}",
+            f"- commit {commit.stdout.strip() or 'unknown'}",
+        ]
+    )
+
+
+def mib(size: float) -> str:
+    """Bytes as MiB."""
+    return f"{size / 2**20:.0f}"

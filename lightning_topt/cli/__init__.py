@@ -1,0 +1,1 @@
+"""The console script `topt`: a subcommand, then Hydra overrides."""

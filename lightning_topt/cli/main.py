@@ -1,0 +1,135 @@
+"""`topt`: a subcommand, then Hydra overrides. Wrong use ends with one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import ModuleType, TracebackType
+from typing import NoReturn
+
+import hydra
+from hydra.errors import HydraException, InstantiationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from hydra_plugins.lightning_topt_searchpath import conf_dir
+from lightning_topt import __version__
+from lightning_topt.cli import calibrate, plan, train
+
+COMMANDS: dict[str, ModuleType] = {"plan": plan, "train": train, "calibrate": calibrate}
+FULL_ERROR = "HYDRA_FULL_ERROR"
+WRONG_USE = 2
+
+HELP = """\
+topt: plan and train PyTorch Lightning modules across devices.
+
+  topt plan      [overrides]   search the frontier of step time and memory; no training
+  topt train     [overrides]   plan, train, validate; ends with what was predicted and what was measured
+  topt calibrate [overrides]   measure this machine, for later plans
+  topt --version
+
+Overrides are Hydra's, for instance
+  topt plan  model=gpt cluster=local_cpu strategy.memory_limit=2GiB
+  topt train experiment=byte_lm strategy=topt trainer.max_epochs=1
+`topt train --help` lists the groups and values, `topt train --cfg job` shows the whole configuration.
+HYDRA_FULL_ERROR=1 shows the traceback of every error."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command in ("-h", "--help"):
+        print(HELP)
+    elif command == "--version":
+        print(f"lightning_topt {__version__}")
+    elif command not in COMMANDS:
+        _refuse(f"there is no command {command!r}; choose one of {', '.join(COMMANDS)}")
+    else:
+        _run(command)
+
+
+def _run(command: str) -> None:
+    """Run a subcommand under Hydra; tracebacks only where they say more than the message."""
+    wants_traceback = os.environ.get(FULL_ERROR) not in (None, "", "0")
+    try:
+        hydra_main(command, COMMANDS[command].run)
+    except Exception as error:
+        sentence = None if wants_traceback else _sentence(error)
+        if sentence is None:
+            traceback.print_exc()
+            sys.exit(1)
+        _refuse(sentence)
+
+
+def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
+    """Compose the configuration of `command` from the command line and pass it to `run`.
+
+    Hydra reads its overrides from `sys.argv` and reports errors in its own way unless an environment variable is set.
+    While `run` works both are as the user left them: Lightning starts the other ranks from them.
+    """
+    arguments, full_error = sys.argv, os.environ.get(FULL_ERROR)
+
+    def task(config: DictConfig) -> None:
+        with _process_state(arguments, full_error):
+            run(config)
+
+    with _process_state([arguments[0], *arguments[2:]], "1"):
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
+
+
+@contextmanager
+def _process_state(arguments: list[str], full_error: str | None) -> Generator[None, None, None]:
+    before = sys.argv, os.environ.get(FULL_ERROR)
+    try:
+        _set_process_state(arguments, full_error)
+        yield
+    finally:
+        _set_process_state(*before)
+
+
+def _set_process_state(arguments: list[str], full_error: str | None) -> None:
+    sys.argv = arguments
+    os.environ.pop(FULL_ERROR, None)
+    if full_error is not None:
+        os.environ[FULL_ERROR] = full_error
+
+
+def _refuse(sentence: str) -> NoReturn:
+    sys.stderr.write(f"topt: {sentence}\n")  # one write: ranks share the terminal
+    sys.exit(WRONG_USE)
+
+
+def _sentence(error: BaseException) -> str | None:
+    """The message of an error that the user can mend; None for all others, whose traceback is needed."""
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:
+        inner, place = _sentence(error.__cause__), re.search(r"full_key: (\S+)", str(error))
+        if inner is None and isinstance(error.__cause__, TypeError):  # an argument that the target does not take
+            inner = _one_line(str(error.__cause__))
+        return f"{place[1]}: {inner}" if inner and place else inner
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return _one_line(str(error))
+    for_user = isinstance(error, ValueError) and _is_ours(error.__traceback__)
+    return _one_line(str(error)) if for_user or isinstance(error, MisconfigurationException) else None
+
+
+def _is_ours(trace: TracebackType | None) -> bool:
+    """Whether the innermost frame belongs to this package: then the message was written for the user."""
+    module = ""
+    for frame, _ in traceback.walk_tb(trace):
+        module = frame.f_globals.get("__name__", "")
+    return module.startswith("lightning_topt.")
+
+
+def _one_line(message: str) -> str:
+    """Hydra's messages are paragraphs: keep the first ones, without its search path and types."""
+    message = re.split(r"Config search path:|\n\s*object_type=|\n\s*full_key:", message)[0]
+    return re.sub(r"\s*\n\s*", " ", message.strip())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""`topt plan`: the frontier of step time and peak memory, and the plan that fits the limits best. No training."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from lightning_topt.cli.local_ranks import run_on_ranks
+from lightning_topt.costs.calibrate import calibrate, measure_kernels
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.optimizer import OptimizerProfile
+from lightning_topt.execution.allocator import return_freed_memory
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.report import print_table, save_html, save_png
+from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+from lightning_topt.plugins.planning import Planning, profile_optimizers, search_plans
+from lightning_topt.plugins.run_plan import choose_for
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the search needs besides the graph."""
+
+    cluster: Cluster
+    optimizer: OptimizerProfile
+    kernel_seconds: Mapping[KernelKey, float] | None
+
+
+def run(config: DictConfig) -> None:
+    """Plan what `config` describes; files go to Hydra's run folder.
+
+    Raises ValueError when the strategy is not one that plans, and what capturing and choosing raise.
+    """
+    pl.seed_everything(config.seed, workers=True)
+    datamodule: pl.LightningDataModule = instantiate(config.data)
+    model: pl.LightningModule = instantiate(config.model)
+    strategy = instantiate(config.strategy, _convert_="all")
+    if not isinstance(strategy, AutoParallelStrategy):
+        raise ValueError("topt plan needs strategy=topt: the other strategies have nothing to plan")
+    trainer: pl.Trainer = instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all")
+    start = time.perf_counter()
+    graph = _capture(model, datamodule, trainer)
+    capture_seconds = time.perf_counter() - start
+    costs = _costs(strategy, trainer, model, graph)
+    if costs is None:  # another rank of torchrun goes on
+        return
+    frontier = search_plans(
+        graph,
+        cluster=costs.cluster,
+        optimizer=costs.optimizer,
+        kernel_seconds=costs.kernel_seconds,
+        device_counts=tuple(config.device_counts or [trainer.world_size]),
+        global_batch_size=graph.batch_size * trainer.world_size,
+        capture_seconds=capture_seconds,
+    )
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    frontier.save(folder / "frontier.json")  # worth having even when no plan fits
+    request = dataclasses.replace(strategy.request, objective=config.objective or strategy.request.objective)
+    _report(Planning(frontier, choose_for(request, frontier, costs.cluster), graph), request.memory_limit, folder)
+
+
+def _capture(model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer) -> OpGraph:
+    trainer.precision_plugin.convert_module(model)
+    batch, second_batch = (_transferred(model, batch) for batch in example_batches(datamodule))
+    context = trainer.precision_plugin.forward_context
+    return capture(model, batch, second_batch=second_batch, forward_context=context)
+
+
+def example_batches(datamodule: pl.LightningDataModule) -> tuple[Any, Any]:
+    """The first training batch of a rank, and one of twice as many samples."""
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    loader: DataLoader[Any] = datamodule.train_dataloader()
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        raise ValueError("topt plan needs a DataModule whose train_dataloader is one DataLoader with a batch_size")
+    double = DataLoader(loader.dataset, batch_size=2 * loader.batch_size, collate_fn=loader.collate_fn)
+    return next(iter(loader)), next(iter(double))
+
+
+def _transferred(model: pl.LightningModule, batch: Any) -> Any:
+    """`batch` after the module's transfer hooks, as `training_step` gets it."""
+    batch = model.on_before_batch_transfer(batch, 0)
+    return model.on_after_batch_transfer(model.transfer_batch_to_device(batch, torch.device("cpu"), 0), 0)
+
+
+def _costs(
+    strategy: AutoParallelStrategy, trainer: pl.Trainer, module: pl.LightningModule, graph: OpGraph
+) -> Costs | None:
+    if strategy.request.cluster is not None:
+        optimizer = profile_optimizers(module, device=torch.device("cpu"), measure=False)
+        return Costs(strategy.request.cluster, optimizer, None)
+    if strategy.request.memory_limit is not None:
+        return_freed_memory(strategy.root_device)  # as the run will; forked ranks inherit it
+    accelerator = "cpu" if strategy.root_device.type == "cpu" else "cuda"
+    return run_on_ranks(_measure, graph, module, accelerator=accelerator, devices=trainer.num_devices)
+
+
+def _measure(device: torch.device, num_nodes: int, graph: OpGraph, module: pl.LightningModule) -> Costs:
+    optimizer = profile_optimizers(module, device=device)
+    cluster = calibrate(device=device, num_nodes=num_nodes)
+    return Costs(cluster, optimizer, measure_kernels(graph, device=device))
+
+
+def _report(planning: Planning, memory_limit: float | None, folder: Path) -> None:
+    frontier, chosen = planning.frontier, planning.chosen
+    save_png(folder / "frontier.png", frontier.points, chosen, memory_limit=memory_limit, title=planning.graph.model)
+    save_html(
+        folder / "frontier.html",
+        frontier.points,
+        chosen,
+        memory_limit=memory_limit,
+        title=planning.graph.model,
+        exact=frontier.exact,
+    )
+    chosen.plan.save(folder / "plan.yaml")
+    console = Console()
+    print_table(frontier.points, chosen, console=console)
+    console.print(f"{chosen.plan.summary()}\n{chosen.plan.reason}", highlight=False)
+    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)

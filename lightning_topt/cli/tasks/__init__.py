@@ -1,0 +1,1 @@
+"""The tasks of `conf/experiment`: ordinary LightningModules and DataModules that know nothing of lightning_topt."""

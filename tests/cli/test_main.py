@@ -1,0 +1,179 @@
+"""`topt` as users run it: a process, its files, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Callback
+
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.plan.parallel_plan import ParallelPlan
+
+ROOT = Path(__file__).parents[2]
+TINY_GPT = ["model.num_layers=2", "model.hidden=32", "model.num_heads=2", "model.seq_len=32"]
+TINY = [*TINY_GPT, "data.max_bytes=40000", "trainer.limit_val_batches=2"]
+
+
+def topt(*arguments, folder):
+    return run_python("-m", "lightning_topt.cli.main", *arguments, folder=folder)
+
+
+def run_python(*arguments, folder, timeout=240):
+    command = [sys.executable, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment.pop("HYDRA_FULL_ERROR", None)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+class RaisesInFit(Callback):
+    """What a bug in a user's code looks like to the CLI."""
+
+    def on_train_start(self, trainer, pl_module):
+        raise RuntimeError("a bug of the user's")
+
+
+def finished(result):
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """One run on two ranks under Lightning's own ddp; several tests look at its files."""
+    folder = tmp_path_factory.mktemp("train")
+    result = topt(
+        "train", "strategy=ddp", *TINY, "trainer.limit_train_batches=12", f"hydra.run.dir={folder}/run", folder=folder
+    )
+    return folder / "run", finished(result)
+
+
+def test_train_writes_its_record(trained):
+    folder, _ = trained
+    record = json.loads((folder / "run.json").read_text())
+    assert record["schema_version"] == 1
+    assert record["command"][:3] == ["topt", "train", "strategy=ddp"]
+    assert record["world_size"] == 2 and record["global_step"] == 12
+    assert record["plan"] is None and record["predicted"] is None
+    assert record["measured"]["steps"] == 7
+    assert record["measured"]["median_step_seconds"] > 0
+    assert len(record["measured"]["peak_bytes_per_rank"]) == 2
+    assert 4 < record["metrics"]["val_bits_per_byte"] < 9
+
+
+def test_train_logs_and_saves_the_best_epoch(trained):
+    folder, output = trained
+    assert "val_bits_per_byte" in (folder / "csv" / "metrics.csv").read_text()
+    assert len(list((folder / "checkpoints").glob("*.ckpt"))) == 1
+    assert "step time (median)" in output and str(folder) in output.replace("\n", "")
+
+
+def test_both_ranks_worked_in_one_run_folder(trained):
+    folder, _ = trained
+    assert (folder / "train.log").exists() and (folder / "train_ddp_process_1.log").exists()
+    assert [path.name for path in folder.parent.iterdir()] == ["run"]
+
+
+def test_the_same_seed_gives_the_same_metric(trained, tmp_path):
+    folder, _ = trained
+    arguments = ["strategy=ddp", *TINY, "trainer.limit_train_batches=12", f"hydra.run.dir={tmp_path}/run"]
+    finished(topt("train", *arguments, folder=tmp_path))
+    first, second = (json.loads((run / "run.json").read_text()) for run in (folder, tmp_path / "run"))
+    assert first["metrics"] == pytest.approx(second["metrics"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tarin"], "no command 'tarin'; choose one of plan, train, calibrate"),
+        (["train", "trainer.max_epoch=1"], "Could not override 'trainer.max_epoch'"),
+        (["train", "model=resnet"], "Could not find 'model/resnet'"),
+        (["plan", "cluster=mine"], "Could not find 'cluster/mine'"),
+        (["train", "+trainer.colour=red"], "colour"),
+        (["train", "strategy.memory_limit=2 bananas"], "bananas"),
+        (["train", "-m", "seed=1,2"], "sweeps"),
+        (["plan", *TINY, "strategy.memory_limit=1KiB", "cluster=local_cpu"], "memory"),
+        (["plan", "strategy=ddp"], "needs strategy=topt"),
+        (["plan", *TINY, "device_counts=[3]", "cluster=local_cpu"], "cannot be divided evenly over 3 devices"),
+        (["calibrate", "accelerator=abacus"], "accelerator must be cpu or cuda"),
+        (["train", "strategy=ddp", "data.max_bytes=10"], "raise max_bytes"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
+    result = topt(*arguments, folder=tmp_path)
+    assert result.returncode == 2, result.stderr
+    (line,) = {line for line in result.stderr.splitlines() if line.startswith("topt: ")}  # each rank may say it
+    assert words in line
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_a_bug_in_user_code_keeps_its_traceback(tmp_path):
+    bug = "+callbacks.bug._target_=tests.cli.test_main.RaisesInFit"
+    result = topt("train", "strategy=ddp", "trainer.devices=1", *TINY, bug, folder=tmp_path)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr and "a bug of the user's" in result.stderr
+
+
+@pytest.mark.parametrize("cluster", ["local_cpu", "measured"])
+def test_plan_writes_the_frontier_and_the_plan(cluster, tmp_path):
+    output = finished(topt("plan", *TINY, f"cluster={cluster}", f"hydra.run.dir={tmp_path}/run", folder=tmp_path))
+    frontier = json.loads((tmp_path / "run" / "frontier.json").read_text())
+    assert frontier["schema_version"] == 1 and frontier["exact"] is True
+    assert frontier["capture_seconds"] > 0 and frontier["search_seconds"] > 0
+    points = sorted(frontier["points"], key=lambda point: point["peak_bytes"])
+    seconds = [point["step_seconds"] for point in points]
+    assert seconds == sorted(seconds, reverse=True), "no point is dominated"
+    assert all(ParallelPlan.from_dict(point["plan"]).data_parallel_size == point["devices"] == 2 for point in points)
+    plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")
+    assert plan.reason and plan.predicted.step_seconds == pytest.approx(min(seconds))
+    assert (tmp_path / "run" / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert "<html" in (tmp_path / "run" / "frontier.html").read_text()
+    assert plan.reason.split()[0] in output
+
+
+def test_plan_for_several_numbers_of_devices(tmp_path):
+    arguments = ["cluster=local_cpu", "device_counts=[1,2]", f"hydra.run.dir={tmp_path}/run"]
+    finished(topt("plan", *TINY, *arguments, folder=tmp_path))
+    frontier = json.loads((tmp_path / "run" / "frontier.json").read_text())
+    assert {point["devices"] for point in frontier["points"]} == {1, 2}
+
+
+def test_a_plan_made_by_topt_plan_runs_in_topt_train(tmp_path):
+    limit = ["strategy.memory_limit=1GiB", "strategy.objective=memory"]
+    finished(topt("plan", *TINY, *limit, "cluster=local_cpu", f"hydra.run.dir={tmp_path}/plan", folder=tmp_path))
+    plan = f"strategy.plan={tmp_path}/plan/plan.yaml"
+    arguments = [*TINY, plan, "trainer.limit_train_batches=8", f"hydra.run.dir={tmp_path}/train"]
+    finished(topt("train", *arguments, folder=tmp_path))
+    record = json.loads((tmp_path / "train" / "run.json").read_text())
+    assert record["plan"]["blocks"] == ParallelPlan.load(tmp_path / "plan" / "plan.yaml").to_dict()["blocks"]
+    assert record["predicted"]["peak_bytes"] > 0 and record["strategy"] == "AutoParallelStrategy"
+
+
+def test_calibrate_writes_a_cluster(tmp_path):
+    finished(topt("calibrate", f"output={tmp_path}/cluster.yaml", folder=tmp_path))
+    cluster = Cluster.load(tmp_path / "cluster.yaml")
+    assert (cluster.devices_per_node, cluster.num_nodes, cluster.backend) == (2, 1, "gloo")
+
+
+def test_calibrate_under_torchrun(tmp_path):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lightning_topt.cli.main"]
+    finished(run_python(*command, "calibrate", f"output={tmp_path}/cluster.yaml", folder=tmp_path))
+    assert Cluster.load(tmp_path / "cluster.yaml").num_devices == 2
+
+
+def test_help_and_version(tmp_path):
+    assert "topt train" in finished(topt("--help", folder=tmp_path))
+    assert "experiment: byte_lm, digits" in finished(topt("train", "--help", folder=tmp_path))
+    assert "topt plan" in finished(topt(folder=tmp_path))
+
+
+def test_experiment_digits_reaches_its_metric(tmp_path):
+    arguments = ["experiment=digits", "strategy=ddp", "trainer.max_epochs=4", f"hydra.run.dir={tmp_path}/run"]
+    finished(topt("train", *arguments, folder=tmp_path))
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["metrics"]["val_accuracy"] > 0.85

@@ -1,0 +1,179 @@
+"""The tasks of the experiments: deterministic data, no overlap of the splits, metrics against their formulas."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sysconfig
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_topt.cli.tasks import digits
+from lightning_topt.cli.tasks.byte_lm import ByteGPT, ByteSequences, StdlibBytesDataModule, read_files, split_files
+from lightning_topt.cli.tasks.digits import DigitsCNN, DigitsDataModule
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
+def trainer(**options):
+    return pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+def test_split_is_by_file_complete_and_without_overlap():
+    train, val = split_files(STDLIB, val_fraction=0.1)
+    assert not set(train) & set(val)
+    assert 0.05 < len(val) / len(train + val) < 0.15
+    assert STDLIB / "argparse.py" in set(train) | set(val)
+    assert not any({"site-packages", "test", "tests"} & set(p.relative_to(STDLIB).parts) for p in train + val)
+
+
+def test_split_of_a_file_depends_on_its_path_alone(tmp_path):
+    names = [f"package/module_{index}.py" for index in range(200)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    before_train, before_val = split_files(tmp_path, val_fraction=0.2)
+    for name in names[::2]:
+        (tmp_path / name).unlink()
+    after_train, after_val = split_files(tmp_path, val_fraction=0.2)
+    assert after_train == [path for path in before_train if path.exists()]
+    assert after_val == [path for path in before_val if path.exists()]
+    oracle = {n for n in names if int(hashlib.sha256(n.encode()).hexdigest()[:8], 16) / 2**32 < 0.2}
+    assert {path.relative_to(tmp_path).as_posix() for path in before_val} == oracle
+
+
+def test_data_are_the_same_every_time_and_limited():
+    first, second = (StdlibBytesDataModule(seq_len=32, batch_size=4, max_bytes=20_000) for _ in range(2))
+    first.setup()
+    second.setup()
+    assert torch.equal(first.train_data.data, second.train_data.data)
+    assert len(first.train_data.data) == 20_000
+    assert len(first.val_data.data) == 2_000
+
+
+def test_every_byte_but_the_first_is_predicted_once():
+    data = bytes(range(101))
+    sequences = ByteSequences(data, 10)
+    targets = torch.cat([sequences[index][1:] for index in range(len(sequences))])
+    assert targets.tolist() == list(data[1:])
+    with pytest.raises(IndexError):
+        sequences[len(sequences)]
+
+
+def test_read_files_stops_at_the_limit(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"aaaa")
+    (tmp_path / "b.py").write_bytes(b"bbbb")
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    assert read_files(files, limit=None) == b"aaaabbbb"
+    assert read_files(files, limit=6) == b"aaaabb"
+
+
+def test_too_little_text_says_what_to_do():
+    with pytest.raises(ValueError, match="raise max_bytes"):
+        StdlibBytesDataModule(seq_len=128, batch_size=8, max_bytes=1000).setup()
+
+
+def test_bits_per_byte_is_the_mean_over_all_bytes():
+    """Batches of unequal size count by their bytes; the oracle sums the negative log2 probabilities."""
+    torch.manual_seed(0)
+    model = ByteGPT(num_layers=1, hidden=16, num_heads=2, seq_len=8)
+    sequences = torch.randint(0, 256, (7, 9), dtype=torch.uint8)
+    loader = torch.utils.data.DataLoader(sequences, batch_size=4)
+    (result,) = trainer().validate(model, loader, verbose=False)
+    with torch.no_grad():
+        probabilities = F.softmax(model(sequences[:, :-1].long()).double(), -1)
+    chosen = probabilities.gather(-1, sequences[:, 1:, None].long())
+    assert result["val_bits_per_byte"] == pytest.approx(-chosen.log2().mean().item(), rel=1e-5)
+
+
+def test_attention_is_causal():
+    model = ByteGPT(num_layers=2, hidden=16, num_heads=2, seq_len=8).eval()
+    tokens = torch.randint(0, 256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[0, :5], after[0, :5])
+    assert not torch.equal(before[0, 5:], after[0, 5:])
+
+
+def test_tied_head_shares_its_weights():
+    model = ByteGPT(num_layers=1, hidden=16, num_heads=2, seq_len=8, tied_head=True)
+    assert model.head.weight is model.embedding.weight
+    untied = ByteGPT(num_layers=1, hidden=16, num_heads=2, seq_len=8)
+    count = lambda m: sum(p.numel() for p in m.parameters())  # noqa: E731
+    assert count(untied) - count(model) == 256 * 16
+
+
+def test_learning_rate_warms_up_and_decays_to_a_tenth():
+    model = ByteGPT(num_layers=1, hidden=16, num_heads=2, seq_len=8, warmup_steps=10, decay_steps=110)
+    rates = [model._rate(step) for step in range(200)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[10] == pytest.approx(1)
+    assert rates[60] == pytest.approx(0.55)
+    assert rates[110:] == pytest.approx([0.1] * 90)
+    constant = ByteGPT(num_layers=1, hidden=16, num_heads=2, seq_len=8, warmup_steps=10)
+    assert [constant._rate(step) for step in (9, 1000)] == [1, 1]
+
+
+def test_wrong_head_count_is_refused():
+    with pytest.raises(ValueError, match="divisible by num_heads"):
+        ByteGPT(hidden=10, num_heads=3)
+
+
+def test_byte_gpt_learns():
+    pl.seed_everything(0)
+    model = ByteGPT(num_layers=1, hidden=32, num_heads=2, seq_len=32, learning_rate=1e-2, warmup_steps=2)
+    data = StdlibBytesDataModule(seq_len=32, batch_size=8, max_bytes=40_000)
+    run = trainer(max_steps=60, limit_val_batches=8, num_sanity_val_steps=0)
+    run.fit(model, datamodule=data)
+    (result,) = run.validate(model, datamodule=data, verbose=False)
+    assert result["val_bits_per_byte"] < 5.5  # 8 for a uniform guess
+
+
+def test_digits_split_is_fixed_complete_and_without_overlap():
+    first, second = DigitsDataModule(), DigitsDataModule()
+    first.setup()
+    torch.manual_seed(1)
+    second.setup()
+    assert torch.equal(first.val_data.tensors[0], second.val_data.tensors[0])
+    assert len(first.train_data) + len(first.val_data) == 1797
+    seen = {tuple(image.flatten().tolist()) for image in first.train_data.tensors[0]}
+    assert not any(tuple(image.flatten().tolist()) in seen for image in first.val_data.tensors[0])
+
+
+def test_digits_are_learnt_and_accuracy_is_the_share_of_hits():
+    pl.seed_everything(0)
+    model, data = DigitsCNN(), DigitsDataModule()
+    run = trainer(max_epochs=3)
+    run.fit(model, datamodule=data)
+    (result,) = run.validate(model, datamodule=data, verbose=False)
+    with torch.no_grad():
+        images, labels = data.val_data.tensors
+        hits = (model.eval()(images).argmax(-1) == labels).float().mean().item()
+    assert result["val_accuracy"] == pytest.approx(hits)
+    assert hits > 0.85
+
+
+def test_missing_scikit_learn_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(digits, "load_digits", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install"):
+        DigitsDataModule().setup()
+
+
+@pytest.mark.parametrize(("module", "shape"), [(ByteGPT(1, 16, 2, 8), (2, 9)), (DigitsCNN(), (2, 1, 8, 8))])
+def test_every_parameter_gets_a_gradient(module, shape):
+    batch = torch.randint(0, 256, shape, dtype=torch.uint8)
+    if isinstance(module, DigitsCNN):
+        loss = F.cross_entropy(module(batch.float()), torch.zeros(2, dtype=torch.long))
+    else:
+        loss = module._loss(batch)
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert all(p.grad is not None for p in module.parameters())

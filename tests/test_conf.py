@@ -1,0 +1,91 @@
+"""Every configuration composes and builds what it names; every cluster file is a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from hydra_plugins.lightning_topt_searchpath import conf_dir
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+
+
+def choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def composed(command: str, *overrides: str):
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose(command, overrides=list(overrides), return_hydra_config=True)
+    HydraConfig.instance().set_config(config)
+    return config
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_every_experiment_builds(experiment, tmp_path):
+    config = composed("train", f"experiment={experiment}", f"hydra.runtime.output_dir={tmp_path}")
+    assert isinstance(instantiate(config.model), pl.LightningModule)
+    assert isinstance(instantiate(config.data), pl.LightningDataModule)
+    for callback in config.callbacks.values():
+        assert isinstance(instantiate(callback), pl.Callback)
+    strategy = instantiate(config.strategy, _convert_="all")
+    assert isinstance(strategy, AutoParallelStrategy)
+    trainer = instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all")
+    assert trainer.world_size == 2
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_every_experiment_can_be_planned(experiment):
+    config = composed("plan", f"experiment={experiment}")
+    assert {"model", "data", "trainer", "strategy", "device_counts"} <= set(config)
+
+
+@pytest.mark.parametrize("strategy", choices("strategy"))
+def test_every_strategy_is_taken_by_the_trainer(strategy):
+    config = composed("train", f"strategy={strategy}")
+    strategy = config.strategy if isinstance(config.strategy, str) else instantiate(config.strategy, _convert_="all")
+    trainer = instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all")
+    assert trainer.world_size == (1 if config.strategy == "auto" else 2)
+
+
+@pytest.mark.parametrize("name", [name for name in choices("cluster") if name != "measured"])
+def test_every_cluster_is_one(name):
+    cluster = Cluster.load(conf_dir() / "cluster" / f"{name}.yaml")
+    assert cluster.source, "says where its numbers come from"
+    config = composed("plan", f"cluster={name}")
+    strategy = instantiate(config.strategy, _convert_="all")
+    assert strategy.request.cluster == cluster
+
+
+def test_measured_means_none():
+    assert composed("plan", "cluster=measured").cluster is None
+
+
+def test_values_that_yaml_repeats_are_the_constructors():
+    """A default is written once; where YAML shows it for orientation, the two must agree."""
+    assert instantiate(composed("train").strategy, _convert_="all").request == AutoParallelStrategy().request
+
+
+def test_another_hydra_app_finds_our_groups(tmp_path):
+    (tmp_path / "app.yaml").write_text("defaults:\n  - strategy: topt\n  - cluster: local_cpu\n  - _self_\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        config = compose("app")
+    assert config.strategy._target_ == "lightning_topt.AutoParallelStrategy"
+    assert config.cluster.device.name
+
+
+def test_the_strategy_group_needs_no_cluster_group(tmp_path):
+    (tmp_path / "app.yaml").write_text("defaults:\n  - strategy: topt\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        config = compose("app")
+    assert OmegaConf.to_container(config, resolve=True)["strategy"]["cluster"] is None
+
+
+def test_conf_dir_is_the_repository_or_the_package():
+    assert (Path(conf_dir()) / "train.yaml").exists()

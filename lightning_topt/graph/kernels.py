@@ -164,11 +164,16 @@ def _revive(value: Any, device: torch.device) -> Any:
     raise ValueError(f"an argument of type {content} cannot be made again")
 
 
+_RANDOM_ELEMENTS = 1 << 16
+
+
 def _random_tensor(shape: list[int], stride: list[int], dtype: str, device: torch.device) -> Tensor:
     size = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     element = getattr(torch, dtype)
     if element.is_floating_point:
-        flat = torch.rand(size, device=device).to(element)
+        # Random numbers cost more than most kernels take to read them: a block of them is repeated.
+        block = torch.rand(max(1, min(size, _RANDOM_ELEMENTS)), device=device).to(element)
+        flat = block.repeat(-(-size // block.numel()))[:size]
     else:
         flat = torch.zeros(size, dtype=element, device=device)
     return flat.as_strided(shape, stride)

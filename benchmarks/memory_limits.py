@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS, JobFailed, machine, mib, run_gpt
 
-LIMITS_MIB = (1400, 1150, 1050, 950, 850, 750, 650, 600)
+LIMITS_MIB = (1400, 1150, 950, 850, 650, 600)
 
 
 def row(limit: int, result: dict[str, Any]) -> str:
@@ -46,7 +46,7 @@ def sweep(steps: int) -> tuple[list[str], list[tuple[int, dict[str, Any]]]]:
 def enforce(results: list[tuple[int, dict[str, Any]]], steps: int) -> list[str]:
     """Each rank in a cgroup of (idle rank + limit): does the chosen plan live, does plain DDP?"""
     lines = ["| limit MiB | cgroup per rank MiB | chosen plan | Lightning ddp |", "|---|---|---|---|"]
-    for limit, result in results[2::3]:
+    for limit, result in results[2::2]:
         size = result["base_bytes"] + limit * 2**20
         outcomes = []
         for options in ({"strategy": "topt", "memory_limit": f"{limit}MiB"}, {"strategy": "ddp"}):

@@ -18,7 +18,7 @@ GPT2 = {"layers": 12, "hidden": 768, "heads": 12, "seq_len": 256, "batch_size": 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     ours, theirs = [], []
     for _ in range(rounds):
@@ -40,12 +40,12 @@ def main() -> None:
         f"median {statistics.median(ratios):.3f}.",
         "",
     ]
-    seconds = [run_gpt(strategy="topt", memory_limit="3GiB", **GPT2) for _ in range(5)]
+    seconds = [run_gpt(strategy="topt", memory_limit="3GiB", **GPT2) for _ in range(3)]
     times = [result["planning_seconds"] for result in seconds]
     lines.append(
         f"Planning a 12-layer GPT of {seconds[0]['parameters'] / 1e6:.0f} M parameters on 2 ranks (capture, calibration, "
         f"search of {seconds[0]['points']} plans on the frontier, choice): median **{statistics.median(times):.2f} s** "
-        f"({min(times):.2f} to {max(times):.2f}) over 5 runs."
+        f"({min(times):.2f} to {max(times):.2f}) over 3 runs."
     )
     print("\n".join(lines))
     (RESULTS / "overhead.md").write_text("\n".join(lines) + "\n")

@@ -19,6 +19,7 @@ from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.cost_table import Array, CostTable, OperatorCosts
 from lightning_topt.costs.memory import (
     FAMILIES,
+    REBUILD,
     REDUCE_ROOT,
     STEP,
     Lifetime,
@@ -157,7 +158,7 @@ def explain(
     parts = _memory_parts(memory, configs)
     total = np.sum([*parts.values()], axis=0)
     peak = int(np.argmax(total))
-    names = [kind if (kind, k) in (STEP, REDUCE_ROOT) else f"{kind} {k}" for kind, k in memory.moments]
+    names = [kind if (kind, k) in (STEP, REDUCE_ROOT, REBUILD) else f"{kind} {k}" for kind, k in memory.moments]
     return Explanation(
         step_seconds=step_seconds,
         compute_seconds=compute,

@@ -34,6 +34,7 @@ FAMILIES = ("replicated", "sharded")
 Moment = tuple[str, int]  # what happens, in which segment
 STEP: Moment = ("step", 0)
 REDUCE_ROOT: Moment = ("reduce_root", 0)
+REBUILD: Moment = ("rebuild_buckets", 0)  # DDP, once: before the second forward, in the order gradients became ready
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class StepMemory:
         """The moments of a step in the order of time."""
         forward, backward = range(self.segments.count), range(self.segments.count - 1, -1, -1)
         if self.family == "replicated":
-            return (*(("forward", k) for k in forward), *(("backward", k) for k in backward), STEP)
+            return (REBUILD, *(("forward", k) for k in forward), *(("backward", k) for k in backward), STEP)
         kinds = ("gather_backward", "prefetch_backward", "backward", "reduce")
         return (
             *((kind, k) for k in forward for kind in ("gather_forward", "forward")),
@@ -174,7 +175,7 @@ def update_lifetimes(step: StepMemory) -> Iterator[Lifetime]:
 
 
 def replicated_lifetimes(step: StepMemory, *, block: str, state_bytes: float) -> Iterator[Lifetime]:
-    """P + G + S all the time: DDP's buckets are the gradients (gradient_as_bucket_view) and stay."""
+    """P + G + S all the time: DDP's buckets are the gradients (gradient_as_bucket_view) and stay; twice while rebuilt."""
     parameters = step.graph.block_parameters(block)
     sizes = {
         "parameters": sum(map(parameter_bytes, parameters)),
@@ -183,6 +184,7 @@ def replicated_lifetimes(step: StepMemory, *, block: str, state_bytes: float) ->
     }
     for kind, size in sizes.items():
         yield Lifetime(kind, size, step.moments[0], STEP)
+    yield Lifetime("gradients", sizes["gradients"], REBUILD, REBUILD)
 
 
 def loose_gradient_lifetimes(step: StepMemory) -> Iterator[Lifetime]:

@@ -56,6 +56,7 @@ class AutoParallelStrategy(DDPStrategy):
             keep the search to plans that it runs (whole gradients). Gradients are views of its buckets unless
             ``gradient_as_bucket_view=False``.
 
+    After an exception a module that ran sharded keeps its parameters in shards; load a checkpoint into a new one.
     Manual optimization runs as ``ddp`` does (one plan, no search); it refuses `memory_limit` and other plans.
     Attributes after setup: `parallel_plan` and `planning_seconds`, and on rank 0 `planning` (the frontier) when there was
     a search.
@@ -92,6 +93,7 @@ class AutoParallelStrategy(DDPStrategy):
         self._early_warnings: list[warnings.WarningMessage] = []
         self._engine: Engine | None = None
         self._running = False
+        self._failed = False
 
     # ---- life cycle -----------------------------------------------------------------------------------------------
 
@@ -175,7 +177,15 @@ class AutoParallelStrategy(DDPStrategy):
         super()._register_ddp_hooks()
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
+        if self._failed and isinstance(self._engine, ShardedEngine):
+            # The other ranks may be anywhere: collecting the parameters could wait for them. They stay in shards.
+            self._running = False
         if self._engine is not None and self._running:
             if self.root_device.type != "cpu":
                 self._engine.optimizer_state_to_host()

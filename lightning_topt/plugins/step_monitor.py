@@ -1,4 +1,4 @@
-"""What a training step really took: a Lightning callback that measures seconds and peak bytes of steady steps."""
+"""What a training step really took: a Lightning callback that measures seconds and peak bytes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class StepMeasurement:
 
 
 class StepMonitor(pl.Callback):
-    """Measures optimizer steps after the first `warmup_steps`; `measurement` holds the result after the fit.
+    """Times optimizer steps after the first `warmup_steps`, and takes the peak memory of all; see `measurement` after a fit.
 
     A step is the time between `on_train_batch_start` and `on_train_batch_end`, summed over the batches of an
     accumulated gradient: forward, backward, exchange and update, with the device idle at both ends; not the wait for
-    data, logging of other callbacks, or validation. Peak bytes are those of the same spans. See `MemoryMeter` for what
-    counts.
+    data, logging of other callbacks, or validation. Peak bytes are those of such spans, from the very first step on (DDP
+    holds its buckets twice at the start of the second). See `MemoryMeter` for what counts.
     """
 
     def __init__(self, *, warmup_steps: int = 5) -> None:
@@ -74,8 +74,7 @@ class StepMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         assert self._meter is not None
-        if self._steps_done >= self.warmup_steps:
-            self._meter.reset_peak()
+        self._meter.reset_peak()
         synchronize(trainer.strategy.root_device)
         self._started = time.perf_counter()
 
@@ -87,7 +86,7 @@ class StepMonitor(pl.Callback):
         synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
         steady = self._steps_done >= self.warmup_steps
-        peak = self._meter.peak_bytes() if steady else None
+        peak = self._meter.peak_bytes()
         if peak is not None:
             self._peak_bytes = max(peak, self._peak_bytes or 0)
         if trainer.global_step > self._global_step:  # not in the middle of an accumulated gradient

@@ -55,6 +55,7 @@ def simulate_replicated(graph, profile, configs, world_size, rank):
         memory.alloc("buckets", gradient_bytes(p))
         if owners.get(p.name, rank) == rank:
             memory.alloc("state", profile.state_bytes(p.name))
+    memory.spike(sum(gradient_bytes(p) for p in graph.parameters))  # DDP makes new buckets before it drops the old
     for k, segment in enumerate(graph.timeline):
         memory.spike(segment.forward_peak_bytes.at(BATCH))
         memory.alloc(("kept", k), held(segment, configs[segment.block].recompute))

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch.distributed as dist
 
 from lightning_topt import AutoParallelStrategy, ParallelPlan
 from lightning_topt.graph.capture import CaptureError
@@ -138,6 +139,30 @@ def differing(rank: int, what: str) -> tuple[str, str]:
 def test_ranks_that_differ(what: str, says: str) -> None:
     for name, message in on_ranks(differing, what):
         assert name == "RuntimeError" and "rank 0 and rank 1 differ" in message and says in message
+
+
+class FailsOnOneRank(RecordingGPT):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and self.global_rank == 1:
+            raise MyError("on rank 1 only")
+
+
+def fails_on_one_rank(rank: int, plan: str) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        topt_trainer(plan).fit(FailsOnOneRank(), loader(2))
+    except Exception as error:
+        if rank == 1:
+            dist.destroy_process_group()  # what the end of the process would do
+        return type(error).__name__, time.monotonic() - start
+    raise AssertionError("the fit went through")
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
+def test_error_on_one_rank_keeps_nobody_waiting(plan: str) -> None:
+    (first, waited), (second, seconds) = on_ranks(fails_on_one_rank, plan)
+    assert second == "MyError" and first == "RuntimeError"
+    assert max(waited, seconds) < 60
 
 
 SCRIPT = """

@@ -68,10 +68,12 @@ def test_peak_is_that_of_training_steps_not_of_validation():
     assert 60 * MIB < peak < 80 * MIB
 
 
-def test_too_short_a_run_gives_no_number():
+@linux
+def test_too_short_a_run_has_a_peak_but_no_time():
     measurement = fit(Known(step_seconds=0, first_seconds=0), warmup_steps=20)
     assert (measurement.steps, measurement.median_step_seconds) == (0, None)
-    assert measurement.peak_bytes_per_rank == (None,)
+    (peak,) = measurement.peak_bytes_per_rank
+    assert peak is not None and peak >= 0
 
 
 def test_without_warm_up_it_refuses():

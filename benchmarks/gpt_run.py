@@ -107,3 +107,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # A gloo group that outlives the interpreter sometimes aborts the process; Lightning's ddp leaves it.
+    torch.distributed.destroy_process_group()

@@ -23,6 +23,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.execution.allocator import return_freed_memory
+from lightning_topt.graph.batches import batch_sizes
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.report import print_table, save_html, save_png
@@ -53,7 +54,7 @@ def run(config: DictConfig) -> None:
         raise ValueError("topt plan needs strategy=topt: the other strategies have nothing to plan")
     trainer: pl.Trainer = instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all")
     start = time.perf_counter()
-    graph = _capture(model, datamodule, trainer)
+    graph, samples = _capture(model, datamodule, trainer)
     capture_seconds = time.perf_counter() - start
     costs = _costs(strategy, trainer, model, graph)
     if costs is None:  # another rank of torchrun goes on
@@ -64,7 +65,7 @@ def run(config: DictConfig) -> None:
         optimizer=costs.optimizer,
         kernel_seconds=costs.kernel_seconds,
         device_counts=tuple(config.device_counts or [trainer.world_size]),
-        global_batch_size=graph.batch_size * trainer.world_size,
+        global_batch_size=samples * trainer.world_size,
         capture_seconds=capture_seconds,
     )
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -73,11 +74,13 @@ def run(config: DictConfig) -> None:
     _report(Planning(frontier, choose_for(request, frontier, costs.cluster), graph), request.memory_limit, folder)
 
 
-def _capture(model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer) -> OpGraph:
+def _capture(model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer) -> tuple[OpGraph, int]:
+    """The graph of a rank's step, and the samples of its batch."""
     trainer.precision_plugin.convert_module(model)
     batch, second_batch = (_transferred(model, batch) for batch in example_batches(datamodule))
     context = trainer.precision_plugin.forward_context
-    return capture(model, batch, second_batch=second_batch, forward_context=context)
+    graph = capture(model, batch, second_batch=second_batch, forward_context=context)
+    return graph, batch_sizes(batch, second_batch)[0]
 
 
 def example_batches(datamodule: pl.LightningDataModule) -> tuple[Any, Any]:

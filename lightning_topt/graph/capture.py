@@ -40,7 +40,7 @@ def capture(
     step takes it.
 
     Args:
-        batch: what `training_step` takes; tensors anywhere inside.
+        batch: what `training_step` takes; tensors anywhere inside. One sample is captured as two.
         second_batch: a batch of another size; None doubles dimension 0 of every tensor of `batch`.
         forward_context: makes a context around `training_step`, such as autocast.
         device: the type of device that will train. It decides which kernels run and what autocast casts; a type other
@@ -58,11 +58,13 @@ def capture(
     sizes = batch_sizes(batch, second_batch)
     with _unchanged_random_state(), torch.compiler.set_stance("force_eager"):
         run = partial(_run, module, forward_context=forward_context, device=torch.device(device))
-        copied, first, first_bytes = run(batch, samples=(sizes[0], sizes[0]))
-        if second_batch is None:
-            _, second, second_bytes = run(batch, samples=sizes)
-        else:
-            _, second, second_bytes = run(second_batch, samples=(sizes[1], sizes[1]))
+        # Each run: a batch, its samples, and how many to make of them.
+        small, large = (batch, sizes[0]), (batch, sizes[0]) if second_batch is None else (second_batch, sizes[1])
+        if sizes[0] == 1:
+            # A dimension of size one is special to operators (views instead of copies): capture larger batches.
+            small, sizes = large, (2, 4)
+        copied, first, first_bytes = run(small[0], samples=(small[1], sizes[0]))
+        _, second, second_bytes = run(large[0], samples=(large[1], sizes[1]))
     return assemble(
         copied,
         (first, second),

@@ -20,6 +20,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.memory import FAMILIES
 from lightning_topt.execution.memory import release_free_memory
 from lightning_topt.execution.mesh import check_world_size
+from lightning_topt.graph.batches import batch_sizes
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
@@ -96,10 +97,12 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> tuple[ParallelPlan
         plan = uniform_plan(given.stage, data_parallel_size=world_size, blocks=names, recompute=given.recompute)
         _check_features(plan, request, trainer)
         return plan, None
-    return _search(request, trainer, graph)
+    return _search(request, trainer, graph, samples=batch_sizes(*batches)[0])
 
 
-def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[ParallelPlan, Planning | None]:
+def _search(
+    request: PlanRequest, trainer: pl.Trainer, graph: OpGraph, *, samples: int
+) -> tuple[ParallelPlan, Planning | None]:
     module, device = trainer.lightning_module, trainer.strategy.root_device
     measure = request.cluster is None
     profile = on_every_rank(lambda: profile_optimizers(module, device=device, measure=measure))
@@ -116,7 +119,7 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
             cluster=cluster,
             optimizer=profile,
             device_counts=(dist.get_world_size(),),
-            global_batch_size=graph.batch_size * dist.get_world_size(),
+            global_batch_size=samples * dist.get_world_size(),
             families=_families(request, trainer),
             kernel_seconds=kernel_seconds,
         )

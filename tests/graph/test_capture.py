@@ -382,3 +382,14 @@ def test_configure_optimizers_runs_on_a_fake_copy() -> None:
         scheduler.step()
     assert sum(p.numel() for p in copied.parameters()) == sum(p.numel() for p in module.parameters())
     assert {id(p) for p in copied.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
+
+
+def test_one_sample_is_captured_as_two():
+    # With one sample, `flatten` is a view where a larger batch needs a copy.
+    module = GPT(tied=True)
+    one, two = capture(module, batch_for(module, 1)), capture(module, batch_for(module, 2))
+    assert one.batch_size == 2
+    for graph in (one, capture(module, batch_for(module, 1), second_batch=batch_for(module, 2))):
+        assert graph.blocks == two.blocks and graph.parameters == two.parameters
+        flops = [sum(op.forward_flops(3) + op.backward_flops(3) for op in g.ops) for g in (graph, two)]
+        assert flops[0] == pytest.approx(flops[1])

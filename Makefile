@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
 
-DEMO := experiment=byte_lm strategy=topt strategy.memory_limit=160MiB
+DEMO := experiment=byte_lm strategy=topt strategy.memory_limit=256MiB
 
 demo: $(STAMP) ## Plan and train a byte-level GPT on 2 CPU ranks; ends with what was predicted and what was measured
 	$(BIN)/topt plan $(DEMO)

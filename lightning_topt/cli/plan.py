@@ -7,15 +7,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from omegaconf import DictConfig
 from rich.console import Console
-from torch.utils.data import DataLoader
 
 from lightning_topt.cli.local_ranks import run_on_ranks
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
@@ -28,6 +27,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.report import print_table, save_html, save_png
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+from lightning_topt.plugins.example_batch import batches_of
 from lightning_topt.plugins.planning import Planning, profile_optimizers, search_plans
 from lightning_topt.plugins.run_plan import choose_for
 
@@ -76,28 +76,15 @@ def run(config: DictConfig) -> None:
 
 def _capture(model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer) -> tuple[OpGraph, int]:
     """The graph of a rank's step, and the samples of its batch."""
+    trainer._data_connector.attach_data(model, datamodule=datamodule)  # the hooks of a batch's transfer ask for it
+    trainer.strategy.connect(model)
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    batch, second_batch = batches_of(CombinedLoader(datamodule.train_dataloader()), trainer)
     trainer.precision_plugin.convert_module(model)
-    batch, second_batch = (_transferred(model, batch) for batch in example_batches(datamodule))
     context = trainer.precision_plugin.forward_context
     graph = capture(model, batch, second_batch=second_batch, forward_context=context)
     return graph, batch_sizes(batch, second_batch)[0]
-
-
-def example_batches(datamodule: pl.LightningDataModule) -> tuple[Any, Any]:
-    """The first training batch of a rank, and one of twice as many samples."""
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    loader: DataLoader[Any] = datamodule.train_dataloader()
-    if not isinstance(loader, DataLoader) or loader.batch_size is None:
-        raise ValueError("topt plan needs a DataModule whose train_dataloader is one DataLoader with a batch_size")
-    double = DataLoader(loader.dataset, batch_size=2 * loader.batch_size, collate_fn=loader.collate_fn)
-    return next(iter(loader)), next(iter(double))
-
-
-def _transferred(model: pl.LightningModule, batch: Any) -> Any:
-    """`batch` after the module's transfer hooks, as `training_step` gets it."""
-    batch = model.on_before_batch_transfer(batch, 0)
-    return model.on_after_batch_transfer(model.transfer_batch_to_device(batch, torch.device("cpu"), 0), 0)
 
 
 def _costs(

@@ -8,7 +8,8 @@ one plan apart: what its seconds are spent on, and what is in memory at each mom
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -56,6 +57,57 @@ class Explanation:
     moments: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class StepModel:
+    """One training step of one rank on given machines: what the costs of every plan of one family depend on.
+
+    Args:
+        graph: one training step of one rank.
+        cluster: the machines.
+        optimizer: from `read_optimizer`.
+        data_parallel_size: number of ranks.
+        batch_size: samples per rank (not the global batch).
+        family: ``"replicated"`` or ``"sharded"``.
+        kernel_seconds: measured seconds of kernels at ``graph.batch_size`` (`measure_kernels`); they beat the formulas.
+
+    Raises ValueError for more ranks than the cluster has devices, a family that does not exist or that the optimizer
+    forbids, and a batch smaller than one sample.
+    """
+
+    graph: OpGraph
+    cluster: Cluster
+    optimizer: OptimizerProfile
+    data_parallel_size: int
+    batch_size: float
+    family: str = "replicated"
+    kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_world_size(self.cluster, world_size=self.data_parallel_size)
+        if self.family not in FAMILIES:
+            raise ValueError(f"family must be one of {FAMILIES}, got {self.family!r}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is the number of samples per rank, at least 1; got {self.batch_size}")
+        if self.family not in legal_families(self.optimizer, data_parallel_size=self.data_parallel_size):
+            raise ValueError(
+                f"sharded plans (ZeRO 2 and 3) need several ranks and an elementwise optimizer; here are "
+                f"{self.data_parallel_size} rank(s) and {self.optimizer.name}. Use family='replicated'"
+            )
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Its seconds."""
+        ranks, kernels = self.data_parallel_size, self.kernel_seconds
+        return StepTime(self.graph, self.cluster, self.optimizer, self.family, self.batch_size, ranks, kernels)
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """Its bytes."""
+        backend, process_bytes = self.cluster.backend, self.cluster.device.process_bytes
+        ranks = self.data_parallel_size
+        return StepMemory(self.graph, self.optimizer, self.family, self.batch_size, ranks, backend, process_bytes)
+
+
 def legal_families(optimizer: OptimizerProfile, *, data_parallel_size: int) -> tuple[str, ...]:
     """The families that `estimate_costs` takes: one rank has nothing to shard, and shards need elementwise updates."""
     return FAMILIES if data_parallel_size > 1 and optimizer.elementwise else FAMILIES[:1]
@@ -78,41 +130,19 @@ def legal_configs(
     return tuple(OpConfig.zero(stage, recompute=again) for stage in stages for again in recompute)
 
 
-def estimate_costs(
-    graph: OpGraph,
-    *,
-    cluster: Cluster,
-    optimizer: OptimizerProfile,
-    data_parallel_size: int,
-    batch_size: float,
-    family: str = "replicated",
-    kernel_seconds: Mapping[KernelKey, float] | None = None,
-) -> CostTable:
+def estimate_costs(model: StepModel) -> CostTable:
     """The costs of every plan of one family; operators are blocks, configurations `OpConfig`.
-
-    Args:
-        graph: one training step of one rank.
-        cluster: the machines.
-        optimizer: from `read_optimizer`.
-        data_parallel_size: number of ranks.
-        batch_size: samples per rank (not the global batch).
-        family: ``"replicated"`` or ``"sharded"``.
-        kernel_seconds: measured seconds of kernels at ``graph.batch_size`` (`measure_kernels`); they beat the formulas.
 
     The sharded family is exactly what `explain` says. Where ZeRO 1 can be chosen, bytes and seconds are close upper
     bounds of it (`owned`): at most the excess of one parameter above an even share. Paths and moments that can never be
     the largest are left out.
-
-    Raises ValueError for more ranks than the cluster has devices, a family that does not exist or that the optimizer
-    forbids, and a batch smaller than one sample.
     """
-    _check(cluster, optimizer, data_parallel_size, batch_size, family)
-    time = StepTime(graph, cluster, optimizer, family, batch_size, data_parallel_size, kernel_seconds or {})
-    memory = _step_memory(graph, cluster, optimizer, family, batch_size, data_parallel_size)
-    owned = bound_owned_elements(graph, world_size=data_parallel_size, any_owned=family == "replicated")
+    graph, time, memory = model.graph, model.time, model.memory
+    world_size, family = model.data_parallel_size, model.family
+    owned = bound_owned_elements(graph, world_size=world_size, any_owned=family == "replicated")
     operators = []
     for block in graph.blocks:
-        configs = legal_configs(block, family=family, optimizer=optimizer, data_parallel_size=data_parallel_size)
+        configs = legal_configs(block, family=family, optimizer=model.optimizer, data_parallel_size=world_size)
         operators.append(_operator(block.name, configs, time=time, memory=memory, owned=owned))
     fixed = memory.add_up(fixed_lifetimes(memory))
     return _without_idle_columns(
@@ -125,36 +155,25 @@ def estimate_costs(
     )
 
 
-def explain(
-    graph: OpGraph,
-    *,
-    cluster: Cluster,
-    optimizer: OptimizerProfile,
-    data_parallel_size: int,
-    batch_size: float,
-    configs: Mapping[str, OpConfig],
-    kernel_seconds: Mapping[KernelKey, float] | None = None,
-) -> Explanation:
-    """What the plan that gives each block its entry of `configs` costs; other arguments as in `estimate_costs`.
+def explain(model: StepModel, configs: Mapping[str, OpConfig]) -> Explanation:
+    """What the plan that gives each block its entry of `configs` costs.
 
-    Raises ValueError when a block has no configuration, or when stages of both families are mixed.
+    Raises ValueError when a block has no configuration, or one of the other family.
     """
-    families = {FAMILIES[config.zero_stage >= 2] for config in configs.values()}
+    graph, time, memory = model.graph, model.time, model.memory
     if missing := [block.name for block in graph.blocks if block.name not in configs]:
         raise ValueError(f"the plan has no configuration for the blocks {missing}")
-    if len(families) != 1:
-        raise ValueError("a plan cannot mix ZeRO stages 0 and 1 with 2 and 3")
-    family = families.pop()
-    _check(cluster, optimizer, data_parallel_size, batch_size, family)
-    time = StepTime(graph, cluster, optimizer, family, batch_size, data_parallel_size, kernel_seconds or {})
+    if foreign := [name for name, config in configs.items() if FAMILIES[config.zero_stage >= 2] != model.family]:
+        raise ValueError(
+            f"the blocks {foreign} have ZeRO stages that are not {model.family}: a plan cannot mix 0 and 1 with 2 and 3"
+        )
     times = [estimate_block_time(time, block=block.name, config=configs[block.name]) for block in graph.blocks]
     stage_1 = [name for name, config in configs.items() if config.zero_stage == 1]
     loads = {p.name: time.update_seconds(p) for p in graph.parameters}
-    owned = busiest_load(graph, blocks=stage_1, world_size=data_parallel_size, loads=loads)
+    owned = busiest_load(graph, blocks=stage_1, world_size=model.data_parallel_size, loads=loads)
     step_seconds = float(np.sum([path_seconds(time, block_time) for block_time in times], axis=0).max()) + owned
     seconds = _seconds_parts(times, owned)
     compute = sum(seconds[kind] for kind in ("forward", "backward", "recompute", "update"))
-    memory = _step_memory(graph, cluster, optimizer, family, batch_size, data_parallel_size)
     parts = _memory_parts(memory, configs)
     total = np.sum([*parts.values()], axis=0)
     peak = int(np.argmax(total))
@@ -169,28 +188,6 @@ def explain(
         peak_parts={kind: float(sizes[peak]) for kind, sizes in parts.items()},
         moments={name: float(size) for name, size in zip(names, total, strict=True)},
     )
-
-
-def _step_memory(
-    graph: OpGraph, cluster: Cluster, optimizer: OptimizerProfile, family: str, batch_size: float, world_size: int
-) -> StepMemory:
-    process_bytes = cluster.device.process_bytes
-    return StepMemory(graph, optimizer, family, batch_size, world_size, cluster.backend, process_bytes)
-
-
-def _check(
-    cluster: Cluster, optimizer: OptimizerProfile, data_parallel_size: int, batch_size: float, family: str
-) -> None:
-    check_world_size(cluster, world_size=data_parallel_size)
-    if family not in FAMILIES:
-        raise ValueError(f"family must be one of {FAMILIES}, got {family!r}")
-    if batch_size < 1:
-        raise ValueError(f"batch_size is the number of samples per rank, at least 1; got {batch_size}")
-    if family not in legal_families(optimizer, data_parallel_size=data_parallel_size):
-        raise ValueError(
-            f"sharded plans (ZeRO 2 and 3) need several ranks and an elementwise optimizer; here are "
-            f"{data_parallel_size} rank(s) and {optimizer.name}. Use family='replicated'"
-        )
 
 
 def _operator(

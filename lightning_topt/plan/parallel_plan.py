@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,11 +161,11 @@ class ParallelPlan:
 
 
 def uniform_plan(
-    stage: int, *, data_parallel_size: int, blocks: Sequence[str] = (), recompute: bool = False
+    stage: int, *, data_parallel_size: int, blocks: Sequence[str] = (), recompute: Collection[str] = ()
 ) -> ParallelPlan:
-    """The same ZeRO `stage` for everything; `blocks` name the modules that are sharded or recomputed one by one."""
+    """The same ZeRO `stage` for everything; `blocks` are sharded one by one, those in `recompute` recomputed too."""
     rest = BlockPlan("", OpConfig.zero(stage))
-    named = tuple(BlockPlan(name, OpConfig.zero(stage, recompute=recompute)) for name in blocks if name)
+    named = tuple(BlockPlan(name, OpConfig.zero(stage, recompute=name in recompute)) for name in blocks if name)
     return ParallelPlan(data_parallel_size=data_parallel_size, blocks=(*named, rest))
 
 

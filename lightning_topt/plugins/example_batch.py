@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_unflatten
@@ -23,11 +24,16 @@ def example_batches(trainer: pl.Trainer) -> tuple[Any, Any | None]:
     combined = trainer.fit_loop._combined_loader
     if combined is None:
         raise ValueError("planning needs a training batch, but there are no training data (limit_train_batches=0?)")
+    return batches_of(combined, trainer)
+
+
+def batches_of(loaders: CombinedLoader, trainer: pl.Trainer) -> tuple[Any, Any | None]:
+    """The same for given training loaders; `trainer` has the module and the data module whose transfer hooks run."""
     with isolate_rng():
-        singles = [_samples(loader, 1) for loader in combined.flattened]
-        doubles = [_samples(loader, 2) for loader in combined.flattened]
-    single = tree_unflatten(singles, combined._spec)
-    double = None if any(batch is None for batch in doubles) else tree_unflatten(doubles, combined._spec)
+        singles = [_samples(loader, 1) for loader in loaders.flattened]
+        doubles = [_samples(loader, 2) for loader in loaders.flattened]
+    single = tree_unflatten(singles, loaders._spec)
+    double = None if any(batch is None for batch in doubles) else tree_unflatten(doubles, loaders._spec)
     return _transferred(trainer, single), None if double is None else _transferred(trainer, double)
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,7 +20,7 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.cost_table import CostTable
-from lightning_topt.costs.estimate import estimate_costs, explain, legal_families
+from lightning_topt.costs.estimate import StepModel, estimate_costs, explain, legal_families
 from lightning_topt.costs.memory import FAMILIES
 from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
 from lightning_topt.frontier.search import search_frontier
@@ -86,17 +85,12 @@ def search_plans(
         for family in legal_families(optimizer, data_parallel_size=count):
             if family not in families:
                 continue
-            costs: dict[str, Any] = {
-                "cluster": cluster,
-                "optimizer": optimizer,
-                "data_parallel_size": count,
-                "batch_size": global_batch_size // count,
-                "kernel_seconds": kernel_seconds,
-            }
-            table = estimate_costs(graph, family=family, **costs)
+            batch_size, kernels = global_batch_size // count, kernel_seconds or {}
+            model = StepModel(graph, cluster, optimizer, count, batch_size, family, kernels)
+            table = estimate_costs(model)
             found = search_frontier(table)
             error_bound = max(error_bound, found.error_bound)
-            points += [_point(graph, table, point.choice, costs) for point in found.points]
+            points += [_point(model, table, point.choice) for point in found.points]
     return PlanFrontier.of(
         points,
         capture_seconds=capture_seconds,
@@ -105,16 +99,16 @@ def search_plans(
     )
 
 
-def _point(graph: OpGraph, table: CostTable, choice: Mapping[str, int], costs: Mapping[str, Any]) -> PlanPoint:
+def _point(model: StepModel, table: CostTable, choice: Mapping[str, int]) -> PlanPoint:
     configs: dict[str, OpConfig] = {op.name: op.configs[choice[op.name]] for op in table.operators}
-    explained = explain(graph, configs=configs, **costs)
+    explained = explain(model, configs)
     plan = ParallelPlan(
-        data_parallel_size=costs["data_parallel_size"],
+        data_parallel_size=model.data_parallel_size,
         blocks=tuple(BlockPlan(block, config) for block, config in configs.items()),
-        model=graph.model,
-        fingerprint=graph.fingerprint,
-        batch_size=costs["batch_size"],
-        cluster=costs["cluster"].name,
+        model=model.graph.model,
+        fingerprint=model.graph.fingerprint,
+        batch_size=int(model.batch_size),
+        cluster=model.cluster.name,
         predicted=Prediction(
             step_seconds=explained.step_seconds,
             peak_bytes=explained.peak_bytes,
@@ -122,4 +116,4 @@ def _point(graph: OpGraph, table: CostTable, choice: Mapping[str, int], costs: M
             exposed_communication_seconds=explained.exposed_communication_seconds,
         ),
     )
-    return PlanPoint(explained.step_seconds, explained.peak_bytes, costs["data_parallel_size"], plan)
+    return PlanPoint(explained.step_seconds, explained.peak_bytes, model.data_parallel_size, plan)

@@ -39,6 +39,12 @@ class UniformPlan:
     stage: int
     recompute: bool
 
+    def of(self, graph: OpGraph, *, data_parallel_size: int) -> ParallelPlan:
+        """The plan for the blocks of `graph`."""
+        names = [block.name for block in graph.blocks]
+        again = [block.name for block in graph.blocks if self.recompute and block.recomputable]
+        return uniform_plan(self.stage, data_parallel_size=data_parallel_size, blocks=names, recompute=again)
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -93,8 +99,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> tuple[ParallelPlan
         )
     )
     if isinstance(given, UniformPlan):
-        names = [block.name for block in graph.blocks if block.name and (block.recomputable or not given.recompute)]
-        plan = uniform_plan(given.stage, data_parallel_size=world_size, blocks=names, recompute=given.recompute)
+        plan = given.of(graph, data_parallel_size=world_size)
         _check_features(plan, request, trainer)
         return plan, None
     return _search(request, trainer, graph, samples=batch_sizes(*batches)[0])
@@ -173,10 +178,8 @@ def _check_model(plan: ParallelPlan, module: torch.nn.Module) -> None:
 
 def _manual_plan(request: PlanRequest, world_size: int) -> ParallelPlan:
     given = request.plan
-    if isinstance(given, UniformPlan):
-        given = uniform_plan(given.stage, data_parallel_size=world_size, recompute=given.recompute)
     plan = uniform_plan(0, data_parallel_size=world_size)
-    if given is not None and given != plan:
+    if given not in (None, plan, UniformPlan(0, recompute=False)):
         raise PlanError("manual optimization runs under the plan 'ddp' only: its steps cannot be seen in advance")
     if request.memory_limit is not None or request.objective != "time":
         raise ValueError(

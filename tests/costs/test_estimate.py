@@ -12,7 +12,7 @@ import pytest
 from lightning_topt.costs.cluster import CollectiveCurve
 from lightning_topt.costs.columns import needed_columns
 from lightning_topt.costs.compute import kernel_key
-from lightning_topt.costs.estimate import estimate_costs, explain, legal_configs, legal_families
+from lightning_topt.costs.estimate import StepModel, estimate_costs, explain, legal_configs, legal_families
 from lightning_topt.costs.owned import bound_owned_elements, busiest_load
 from lightning_topt.costs.step_time import StepTime, estimate_block_time, path_seconds
 from lightning_topt.graph.op_config import OpConfig
@@ -30,6 +30,11 @@ def arguments(graph, world_size, *, overlap=0.5, backend="nccl", **profile):
     }
 
 
+def explained(graph, configs, **given):
+    sharded = any(config.zero_stage >= 2 for config in configs.values())
+    return explain(StepModel(graph, family="sharded" if sharded else "replicated", **given), configs)
+
+
 def plans(table, rng, count=30):
     everything = itertools.product(*(range(len(operator.configs)) for operator in table.operators))
     choices = list(itertools.islice(everything, 5000))
@@ -42,12 +47,12 @@ def test_table_agrees_with_explain(seed, family):
     rng = random.Random(seed)
     graph, world_size = random_graph(seed), rng.randint(2, 4)
     given = arguments(graph, world_size, overlap=rng.choice([0.0, 0.6]), add=rng.random() < 0.5)
-    table = estimate_costs(graph, family=family, **given)
+    table = estimate_costs(StepModel(graph, family=family, **given))
     assert [operator.name for operator in table.operators] == [block.name for block in graph.blocks]
     for choice in plans(table, rng):
         configs = {operator.name: operator.configs[i] for operator, i in zip(table.operators, choice, strict=True)}
         seconds, size = table.evaluate(choice)
-        result = explain(graph, configs=configs, **given)
+        result = explained(graph, configs, **given)
         assert size >= result.peak_bytes - 1e-6
         largest = max(p.numel for p in graph.parameters)
         assert size <= result.peak_bytes + 9 * largest + 20 * len(graph.parameters)
@@ -62,12 +67,12 @@ def test_table_agrees_with_explain(seed, family):
 def test_one_rank(seed):
     graph = random_graph(seed)
     given = arguments(graph, 1)
-    table = estimate_costs(graph, **given)
+    table = estimate_costs(StepModel(graph, **given))
     for operator in table.operators:
         assert {config.zero_stage for config in operator.configs} == {0}
     for choice in plans(table, random.Random(seed)):
         configs = {operator.name: operator.configs[i] for operator, i in zip(table.operators, choice, strict=True)}
-        result = explain(graph, configs=configs, **given)
+        result = explained(graph, configs, **given)
         assert table.evaluate(choice) == (pytest.approx(result.step_seconds), pytest.approx(result.peak_bytes))
         assert result.seconds["reduce"] == pytest.approx(
             2 * sum(4 * p.numel for p in graph.parameters if p.trainable) / 1e3
@@ -104,13 +109,13 @@ def test_paths_are_a_simulated_network(seed):
 def test_overlap_helps_and_never_beats_computation():
     graph = random_graph(3, num_blocks=5)
     configs = {block.name: OpConfig.zero(0) for block in graph.blocks}
-    results = [explain(graph, configs=configs, **arguments(graph, 4, overlap=e)) for e in (0.0, 0.5, 1.0)]
+    results = [explained(graph, configs, **arguments(graph, 4, overlap=e)) for e in (0.0, 0.5, 1.0)]
     seconds = [result.step_seconds for result in results]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[-1] >= results[-1].compute_seconds
     for result in results:
         assert result.step_seconds == pytest.approx(result.compute_seconds + result.exposed_communication_seconds)
-    blocking = explain(graph, configs=configs, **arguments(graph, 4, overlap=0.0))
+    blocking = explained(graph, configs, **arguments(graph, 4, overlap=0.0))
     assert blocking.exposed_communication_seconds == pytest.approx(blocking.seconds["reduce"])
 
 
@@ -118,9 +123,9 @@ def test_what_configurations_change():
     graph = random_graph(3)
     given = arguments(graph, 2)
     results = {
-        (stage, again): explain(
+        (stage, again): explained(
             graph,
-            configs={b.name: OpConfig.zero(stage, recompute=again and b.recomputable) for b in graph.blocks},
+            {b.name: OpConfig.zero(stage, recompute=again and b.recomputable) for b in graph.blocks},
             **given,
         )
         for stage in range(4)
@@ -145,7 +150,7 @@ def test_kernel_measurements_count():
     configs = {b.name: OpConfig.zero(0) for b in graph.blocks}
     calls = sum(k.count for op in graph.ops for k in op.forward)
     given["batch_size"] = graph.batch_size
-    result = explain(graph, configs=configs, kernel_seconds=dict.fromkeys(kernels, 7.0), **given)
+    result = explained(graph, configs, kernel_seconds=dict.fromkeys(kernels, 7.0), **given)
     assert result.seconds["forward"] == pytest.approx(7.0 * calls)
 
 
@@ -155,7 +160,7 @@ def test_measured_collectives_count():
     curve = CollectiveCurve((1.0,), (1.0,))
     given["cluster"] = replace(given["cluster"], collectives={("all_reduce", "intra", 2): curve})
     gradients = sum(4 * p.numel for p in graph.parameters if p.trainable)
-    result = explain(graph, configs={b.name: OpConfig.zero(0) for b in graph.blocks}, **given)
+    result = explained(graph, {b.name: OpConfig.zero(0) for b in graph.blocks}, **given)
     assert result.seconds["reduce"] == pytest.approx(gradients + 2 * gradients / 1e3)
 
 
@@ -163,18 +168,18 @@ def test_what_is_not_allowed():
     graph = random_graph(0)
     given = arguments(graph, 2)
     with pytest.raises(ValueError, match="family must be"):
-        estimate_costs(graph, family="both", **given)
+        estimate_costs(StepModel(graph, family="both", **given))
     with pytest.raises(ValueError, match="batch_size"):
-        estimate_costs(graph, **{**given, "batch_size": 0})
+        estimate_costs(StepModel(graph, **{**given, "batch_size": 0}))
     with pytest.raises(ValueError, match="do not fit"):
-        estimate_costs(graph, **{**given, "data_parallel_size": 3})
+        estimate_costs(StepModel(graph, **{**given, "data_parallel_size": 3}))
     with pytest.raises(ValueError, match="elementwise"):
-        estimate_costs(graph, family="sharded", **{**given, "data_parallel_size": 1})
+        estimate_costs(StepModel(graph, family="sharded", **{**given, "data_parallel_size": 1}))
     with pytest.raises(ValueError, match="no configuration"):
-        explain(graph, configs={"": OpConfig()}, **given)
+        explained(graph, {"": OpConfig()}, **given)
     mixed = {b.name: OpConfig.zero(i % 4) for i, b in enumerate(graph.blocks)}
     with pytest.raises(ValueError, match="mix"):
-        explain(graph, configs=mixed, **given)
+        explained(graph, mixed, **given)
 
 
 def test_optimizers_limit_the_space():
@@ -197,7 +202,7 @@ def test_optimizers_limit_the_space():
         legal_families(whole, data_parallel_size=2) == legal_families(profile, data_parallel_size=1) == ("replicated",)
     )
     with pytest.raises(ValueError, match="elementwise"):
-        estimate_costs(graph, family="sharded", **{**arguments(graph, 2), "optimizer": whole})
+        estimate_costs(StepModel(graph, family="sharded", **{**arguments(graph, 2), "optimizer": whole}))
 
 
 @pytest.mark.parametrize("seed", range(50))

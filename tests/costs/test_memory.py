@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from lightning_topt.costs.estimate import explain, legal_configs
+from lightning_topt.costs.estimate import StepModel, explain, legal_configs
 from lightning_topt.costs.memory import StepMemory
 from lightning_topt.costs.segments import locate
 from lightning_topt.costs.sizes import gradient_bytes, padded_bytes, parameter_bytes, shard_bytes, shard_share
@@ -175,14 +175,9 @@ def random_plan(graph, profile, family, world_size, rng):
 
 
 def explained(graph, profile, configs, world_size, backend="nccl"):
-    return explain(
-        graph,
-        cluster=cluster_of(world_size, backend=backend),
-        optimizer=profile,
-        data_parallel_size=world_size,
-        batch_size=BATCH,
-        configs=configs,
-    )
+    family = "sharded" if any(config.zero_stage >= 2 for config in configs.values()) else "replicated"
+    cluster = cluster_of(world_size, backend=backend)
+    return explain(StepModel(graph, cluster, profile, world_size, BATCH, family), configs)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -58,7 +58,7 @@ MIXED_SHARDED = ParallelPlan(
 )
 PLANS = {
     f"zero{stage}{'-recompute' * recompute}": uniform_plan(
-        stage, data_parallel_size=WORLD, blocks=BLOCKS, recompute=recompute
+        stage, data_parallel_size=WORLD, blocks=BLOCKS, recompute=BLOCKS if recompute else ()
     )
     for stage in range(4)
     for recompute in (False, True)

@@ -71,5 +71,5 @@ def test_zero_stages_are_placements() -> None:
 
 
 def test_uniform_plan_never_recomputes_the_rest() -> None:
-    plan = uniform_plan(1, data_parallel_size=2, blocks=["a", ""], recompute=True)
-    assert [(b.block, b.config.recompute) for b in plan.blocks] == [("a", True), ("", False)]
+    plan = uniform_plan(1, data_parallel_size=2, blocks=["a", "b", ""], recompute=["a", ""])
+    assert [(b.block, b.config.recompute) for b in plan.blocks] == [("a", True), ("b", False), ("", False)]

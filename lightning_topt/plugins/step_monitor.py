@@ -113,6 +113,6 @@ class StepMonitor(pl.Callback):
 def _of_all_ranks(mine: Tensor) -> Tensor:  # (n,) -> (world_size, n)
     if not dist.is_initialized():
         return mine[None]
-    ranks = mine.new_empty(dist.get_world_size() * mine.numel())
-    dist.all_gather_into_tensor(ranks, mine)
-    return ranks.reshape(-1, mine.numel())
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, mine)
+    return torch.stack(ranks)

@@ -1,0 +1,182 @@
+"""Every selection against a stable sort; the step of error feedback against its three lines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_topt.communication.selection import NonFiniteError, feedback_top_k, numba_kernels, top_k, warm_up
+from lightning_topt.communication.selection.bisection import mstopk_indices
+from lightning_topt.communication.selection.sampled import first_largest
+
+EXACT = ["auto", "sampled", "torch"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DATA = {
+    "normal": lambda n: torch.randn(n),
+    "heavy tails": lambda n: (
+        torch.randn(n).sign() * torch.randn(n).abs().pow(8).clamp(max=6e4)
+    ),  # float16 ends at 65504
+    "zeros": lambda n: torch.zeros(n),
+    "equal": lambda n: torch.full((n,), -2.5),
+    "ascending": lambda n: torch.arange(n).float() / n,
+    "mostly zeros": lambda n: torch.randn(n) * (torch.rand(n) < 1e-3),
+    "all but few equal": lambda n: torch.where(torch.rand(n) < 1e-3, torch.randn(n) * 3, torch.ones(n)),
+    "periodic": lambda n: (torch.arange(n) % 12800 < 64) * torch.rand(n),  # what the sample sees is all there is
+    "unseen": lambda n: (torch.arange(n) % 12800 >= 64) * torch.rand(n),  # the sample sees zeros only
+    "tiny": lambda n: torch.randn(n) * 1e-42,  # denormal numbers
+}
+
+
+def slow_indices(x, k):
+    return x.abs().sort(descending=True, stable=True).indices[:k].sort().values
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("method", EXACT)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("n", [10, 1000, 65536, 200_003])
+def test_exactly_the_k_largest_and_of_equal_ones_the_first(method, dtype, data, n):
+    x = DATA[data](n).to(dtype)
+    for k in sorted({0, 1, n // 1000, n // 10, n - 1, n}):
+        values, indices = top_k(x, k, method=method)
+        assert indices.dtype == torch.int64 and values.dtype == dtype
+        assert torch.equal(indices, slow_indices(x, k))
+        assert torch.equal(values, x[indices])
+
+
+@pytest.mark.parametrize("method", [*EXACT, "mstopk"])
+def test_any_shape_and_strides(method):
+    x = torch.randn(40, 50, 6)[::2, :, 1::2].transpose(0, 1)
+    values, indices = top_k(x, 30, method=method)
+    assert not x.is_contiguous() and torch.equal(values, x.flatten()[indices])
+    assert values.abs().min() >= x.abs().flatten().sort().values[-31]
+
+
+@pytest.mark.parametrize("method", [*EXACT, "mstopk"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", [0, 17, 70_002, 70_009])
+@pytest.mark.parametrize("k", [0, 5])
+def test_values_that_are_not_finite_are_refused(method, bad, where, k):
+    if method == "mstopk" and k == 0:
+        k = 1
+    x = torch.randn(70_010)
+    x[where] = bad
+    with pytest.raises(NonFiniteError):
+        top_k(x, k, method=method)
+
+
+def test_wrong_arguments():
+    x = torch.randn(5)
+    for k in (-1, 6):
+        with pytest.raises(ValueError, match="between 0 and"):
+            top_k(x, k)
+    with pytest.raises(ValueError, match="method"):
+        top_k(x, 1, method="best")
+    with pytest.raises(ValueError, match="float32, bfloat16"):
+        top_k(x.double(), 1)
+    with pytest.raises(ValueError, match="residual"):
+        feedback_top_k(x, torch.zeros(5, dtype=torch.float16), 1)
+    with pytest.raises(ValueError, match="residual"):
+        feedback_top_k(x, torch.zeros(6), 1)
+    with pytest.raises(ValueError, match="velocity"):
+        feedback_top_k(x, torch.zeros(5), 1, velocity=torch.zeros(10)[::2], momentum=0.9)
+    with pytest.raises(ValueError, match="momentum"):
+        feedback_top_k(x, torch.zeros(5), 1, velocity=torch.zeros(5))
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("n", [1, 15, 1000, 200_003])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_feedback_is_accumulate_select_zero(data, n, dtype, momentum):
+    gradient, residual = DATA[data](n).to(dtype), torch.randn(n)
+    velocity = torch.randn(n) if momentum else None
+    for k in sorted({0, 1, n // 100, n}):
+        moved = None if velocity is None else torch.tensor(momentum) * velocity + torch.tensor(0.5) * gradient.float()
+        expected = residual + (0.5 * gradient.float() if moved is None else moved)
+        values, indices = feedback_top_k(gradient, residual, k, scale=0.5, velocity=velocity, momentum=momentum)
+        assert indices.dtype == torch.int32 and values.dtype == torch.float32
+        # Multiply-add may be fused in one of the two, which moves a value by one rounding: compare what was kept and taken.
+        whole = residual.clone()
+        whole[indices] = values
+        torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(indices.long(), slow_indices(whole, k))
+        assert not residual[indices].any()
+        if velocity is not None and moved is not None:
+            moved[indices] = 0
+            torch.testing.assert_close(velocity, moved, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("where", [0, 1023, 5000, 99_999])
+@pytest.mark.parametrize("k", [0, 100])
+def test_a_gradient_that_is_not_finite_changes_nothing(momentum, where, k):
+    gradient, residual = torch.randn(100_000), torch.randn(100_000)
+    velocity = torch.randn(100_000) if momentum else None
+    before = residual.clone(), None if velocity is None else velocity.clone()
+    gradient[where] = float("nan")
+    with pytest.raises(NonFiniteError):
+        feedback_top_k(gradient, residual, k, velocity=velocity, momentum=momentum)
+    torch.testing.assert_close(residual, before[0], rtol=1e-6, atol=1e-6)  # undone by subtraction: up to rounding
+    if velocity is not None:
+        torch.testing.assert_close(velocity, before[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("data", ["unseen", "zeros", "all but few equal"])
+def test_the_fallback_is_taken_where_the_sample_misleads(data, monkeypatch):
+    """Not only right, but by the way that was meant: the histograms run over the whole data."""
+    sizes, histogram = [], numba_kernels._exact_threshold
+    monkeypatch.setattr(
+        numba_kernels, "_exact_threshold", lambda bits, k: sizes.append(bits.shape[0]) or histogram(bits, k)
+    )
+    x = DATA[data](200_003)
+    top_k(x, 2000)
+    top_k(torch.randn(200_003), 2000)
+    assert sizes[0] == 200_003 and sizes[1] < 6000
+
+
+def test_the_same_input_gives_the_same_selection():
+    x = torch.randn(300_000)
+    first, second = top_k(x, 3000), top_k(x.clone(), 3000)
+    assert torch.equal(first.indices, second.indices)
+
+
+@pytest.mark.parametrize(("rounds", "recall"), [(10, 0.95), (30, 1.0)])
+def test_bisection_gives_exactly_k_and_nearly_the_largest(rounds, recall):
+    x = torch.randn(1_000_000)
+    found = mstopk_indices(x, 1000, rounds=rounds, start=0)
+    assert found.unique().numel() == 1000
+    shared = np.intersect1d(found.numpy(), slow_indices(x, 1000).numpy())
+    assert len(shared) >= recall * 1000
+
+
+def test_first_largest_prefers_the_first():
+    assert first_largest(torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0]), 3).tolist() == [1, 2, 3]
+
+
+def test_warm_up_compiles_everything():
+    warm_up()
+    assert numba_kernels._collect.signatures and numba_kernels._collect_velocity.signatures
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("n", [1000, 3_000_001])
+def test_cuda_selects_as_a_sort_does(data, n):
+    x = DATA[data](n).cuda()
+    for k in (0, 1, n // 100, n):
+        assert torch.equal(top_k(x, k).indices, slow_indices(x, k))
+        residual = torch.randn(n, device="cuda")
+        whole = residual + 0.5 * x
+        values, indices = feedback_top_k(x, residual, k, scale=0.5)
+        assert torch.equal(indices.long(), slow_indices(whole, k))
+        torch.testing.assert_close(values, whole[indices.long()])
+        whole[indices.long()] = 0
+        torch.testing.assert_close(residual, whole)

@@ -17,11 +17,18 @@ from torch import Tensor
 CHUNK_ELEMENTS = 1 << 20  # received slices of a reduce-scatter at a time: bounds its extra memory
 
 
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its new name in torch 2.13
+
+
 class Pending:
     """Several collectives in flight; `wait` for all of them."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self.works = works
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
         """Block until all are done."""
@@ -49,6 +56,17 @@ def all_gather_into(
         return pending
     pending.wait()
     return None
+
+
+def ring_all_gather(rows: Tensor, local: Tensor, *, group: dist.ProcessGroup | None = None) -> Any:
+    """Every rank's `local` (n,) in `rows` (world size, n), around a ring: each rank sends only to the next.
+
+    On a network between nodes each link carries (world size - 1) * n; the trees of `all_gather_into` carry more. Returns
+    something to `wait` for.
+    """
+    if dist.get_backend(group) == "gloo":
+        return dist.all_gather(list(rows), local, group=group, async_op=True)
+    return _all_gather_single(rows.view(-1), local, group=group, async_op=True)
 
 
 def reduce_scatter_into(

@@ -1,0 +1,117 @@
+"""The ways to exchange gradients that `benchmarks.network` compares, each as a prepared DistributedDataParallel module."""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topt.communication import CompressedExchange, ExchangeOptions
+
+ONE_BUCKET_MB = 4096  # torch's PowerSGD hangs on gloo with several buckets
+
+
+@dataclass
+class EagerTopK:
+    """Flat top-k with error feedback as it is usually written: torch.topk, 64-bit indices, all-gather, scatter."""
+
+    density: float
+    residuals: dict[int, Tensor] = field(default_factory=dict)
+    steps: int = 0
+
+    def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer, world_size = bucket.buffer(), dist.get_world_size()
+        self.steps += bucket.is_last()
+        if self.steps < 2:  # buckets are laid anew after the first step
+            work = dist.all_reduce(buffer, async_op=True)
+            return work.get_future().then(lambda done: done.value()[0].div_(world_size))
+        residual = self.residuals.setdefault(bucket.index(), torch.zeros_like(buffer)).add_(buffer)
+        indices = torch.topk(residual.abs(), max(1, round(self.density * buffer.numel())), sorted=False).indices
+        values = residual[indices]
+        residual[indices] = 0
+        gathered = [torch.empty((world_size, *x.shape), dtype=x.dtype) for x in (values, indices)]
+        works = [
+            dist.all_gather_into_tensor(out.view(-1), x, async_op=True)
+            for out, x in zip(gathered, (values, indices), strict=True)
+        ]
+
+        def decode(_: Any) -> Tensor:
+            buffer.zero_()
+            for row_values, row_indices in zip(*gathered, strict=True):
+                buffer.index_add_(0, row_indices, row_values)
+            return buffer.div_(world_size)
+
+        return torch.futures.collect_all([work.get_future() for work in works]).then(decode)
+
+
+@dataclass
+class Method:
+    """A prepared module, and our exchange where it is ours."""
+
+    ddp: DistributedDataParallel
+    exchange: CompressedExchange | None = None
+
+
+def _wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, init_sync=False, **options)
+
+
+def _hooked(module: nn.Module, hook: Any, state: Any = None, **options: Any) -> Method:
+    ddp = _wrap(module, **options)
+    ddp.register_comm_hook(state=state, hook=hook)
+    return Method(ddp)
+
+
+def _eager_top_k(module: nn.Module, density: float) -> Method:
+    state = EagerTopK(density)
+    return _hooked(module, lambda _, bucket: state.hook(bucket))
+
+
+def _power_sgd(module: nn.Module, rank: int) -> Method:
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    return _hooked(module, powerSGD_hook, state, bucket_cap_mb=ONE_BUCKET_MB)
+
+
+def _ours(module: nn.Module, **options: Any) -> Method:
+    ddp, exchange = _wrap(module), CompressedExchange(ExchangeOptions(timeout_seconds=120, **options))
+    exchange.register(ddp)
+    return Method(ddp, exchange)
+
+
+PEERS: dict[str, Callable[[nn.Module], Method]] = {
+    "DDP, dense": lambda module: Method(_wrap(module)),
+    "torch fp16 hook": lambda module: _hooked(module, fp16_compress_hook),
+    "torch PowerSGD, rank 1": lambda module: _power_sgd(module, 1),
+    "torch PowerSGD, rank 2": lambda module: _power_sgd(module, 2),
+    "torch PowerSGD, rank 4": lambda module: _power_sgd(module, 4),
+    "eager flat top-k, 1 %": lambda module: _eager_top_k(module, 0.01),
+}
+FLAT = {
+    f"ours, flat top-k, {name}": {"hierarchical": False, "density": d} for name, d in (("1 %", 0.01), ("0.1 %", 0.001))
+}
+HIERARCHICAL = {
+    f"ours, hierarchical, {name}": {"hierarchical": True, "density": d} for name, d in (("1 %", 0.01), ("0.1 %", 0.001))
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "ours, PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
+    "ours, bf16": {"method": "bf16"},
+    "ours, sign": {"method": "sign"},
+}
+
+
+def names(ranks_per_node: int) -> list[str]:
+    """Names of the methods that a lab with so many ranks per node compares."""
+    return [*PEERS, *FLAT, *(HIERARCHICAL if ranks_per_node > 1 else {}), *OTHERS]
+
+
+def prepare(name: str, module: nn.Module) -> Method:
+    """The method `name` over `module`; a collective call."""
+    if name in PEERS:
+        return PEERS[name](module)
+    return _ours(module, **(FLAT | HIERARCHICAL | OTHERS)[name])

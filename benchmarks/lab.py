@@ -1,0 +1,210 @@
+"""A cluster with slow links on one Linux machine, for the benchmarks of communication.
+
+    python -m benchmarks.lab --nodes 2 --ranks-per-node 2 --rate 1gbit -- script.py arguments
+
+Every node is a network namespace on one bridge; traffic between nodes passes a token bucket of the given rate in each
+direction, ranks of one node talk over its loopback at full speed. Ranks start as torchrun would start them (RANK, LOCAL_RANK,
+GROUP_RANK, MASTER_ADDR, ...), with one thread each. Needs root, iproute2 and a kernel with veth and tbf.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[1]
+PORT = "29500"
+# Paced datagrams for a competing flow: address, port, bytes per second.
+FLOW = """
+import socket, sys, time
+address, port, rate = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+sender, size, start, sent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), 1400, time.monotonic(), 0
+while True:
+    while sent > rate * (time.monotonic() - start):
+        time.sleep(0.001)
+    try:
+        sender.sendto(bytes(size), (address, port))
+    except ConnectionRefusedError:
+        pass
+    sent += size
+"""
+
+
+class LabError(RuntimeError):
+    """The machine cannot make a lab, or a job in it failed."""
+
+
+def check_root() -> None:
+    """Raise LabError without root."""
+    if os.geteuid() != 0:
+        raise LabError("the lab makes network namespaces, which needs root: run it with sudo, or leave it out")
+
+
+class Lab:
+    """Nodes 0 .. `nodes` - 1 as long as the context lasts. `rate` is in tc's units ("1gbit"); None: unlimited."""
+
+    def __init__(self, nodes: int, *, rate: str | None, burst: str = "256kb") -> None:
+        check_root()
+        self.rate, self.burst = rate, burst
+        mark = os.getpid() % 0xFFFF
+        self.bridge, self._octet = f"tbr{mark:x}", os.getpid() % 250 + 1
+        self.nodes = [f"topt{mark:x}n{i}" for i in range(nodes)]
+        self._links = [f"tv{mark:x}n{i}" for i in range(nodes)]
+        self._flows: list[subprocess.Popen[bytes]] = []
+
+    def address(self, node: int) -> str:
+        """IPv4 address of a node on the bridge."""
+        return f"10.78.{self._octet}.{node + 1}"
+
+    def __enter__(self) -> Lab:
+        try:
+            _sh("ip", "link", "add", self.bridge, "type", "bridge")
+            _sh("ip", "link", "set", self.bridge, "up")
+            for i in range(len(self.nodes)):
+                self._add_node(i)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def _add_node(self, i: int) -> None:
+        name, link = self.nodes[i], self._links[i]
+        _sh("ip", "netns", "add", name)
+        _sh("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+        _sh("ip", "link", "set", link, "master", self.bridge, "up")
+        _sh("ip", "-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
+        _sh("ip", "-n", name, "link", "set", "eth0", "up")
+        _sh("ip", "-n", name, "link", "set", "lo", "up")
+        if self.rate:
+            shape = ["root", "tbf", "rate", self.rate, "burst", self.burst, "latency", "50ms"]
+            _sh("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *shape)
+            _sh("tc", "qdisc", "add", "dev", link, *shape)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        for flow in self._flows:
+            flow.kill()
+            flow.wait()
+        for name in self.nodes:
+            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
+            for pid in pids.split():
+                try:
+                    os.kill(int(pid), signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", self.bridge], capture_output=True, check=False)
+
+    def add_flow(self, source: int, target: int, *, bytes_per_second: float) -> None:
+        """Datagrams from one node to another until the lab ends."""
+        arguments = [sys.executable, "-c", FLOW, self.address(target), "9", str(bytes_per_second)]
+        self._flows.append(subprocess.Popen(["ip", "netns", "exec", self.nodes[source], *arguments]))
+
+    def run(self, command: Sequence[str], *, ranks_per_node: int = 1, timeout: float = 900) -> str:
+        """Run ``python *command`` on every rank; returns rank 0's output. Raises LabError with that of a rank that failed."""
+        world_size = len(self.nodes) * ranks_per_node
+        with tempfile.TemporaryDirectory() as folder:
+            logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
+            processes = []
+            for rank, log in enumerate(logs):
+                with log.open("wb") as out:
+                    processes.append(
+                        subprocess.Popen(
+                            ["ip", "netns", "exec", self.nodes[rank // ranks_per_node], sys.executable, *command],
+                            env=self._environment(rank, ranks_per_node),
+                            cwd=ROOT,
+                            stdout=out,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            try:
+                failed = _wait(processes, timeout)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+            if failed is not None:
+                output = logs[failed].read_text(errors="replace")
+                raise LabError(f"rank {failed} failed (or none ended within {timeout:.0f} s):\n{output[-4000:]}")
+            return logs[0].read_text(errors="replace")
+
+    def _environment(self, rank: int, ranks_per_node: int) -> dict[str, str]:
+        node, local_rank = divmod(rank, ranks_per_node)
+        return {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(len(self.nodes) * ranks_per_node),
+            "LOCAL_WORLD_SIZE": str(ranks_per_node),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(len(self.nodes)),
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": PORT,
+            "TORCHELASTIC_RUN_ID": "lab",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "NCCL_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+
+def sent_bytes(device: str = "eth0") -> int:
+    """Bytes that left this process's node through `device` since it exists."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == device:
+            return int(counters.split()[8])
+    raise LabError(f"this node has no device {device}")
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int | None:
+    """The first rank that failed or did not end in time; None when all ended well."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                time.sleep(2)  # for the others' reasons
+                return rank
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.05)
+    return next(rank for rank, process in enumerate(processes) if process.poll() is None)
+
+
+def _sh(*command: str) -> None:
+    job = subprocess.run(command, capture_output=True, text=True, check=False)
+    if job.returncode:
+        raise LabError(f"{' '.join(command)}: {job.stderr.strip()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument("--rate", default="1gbit", help="of each node's link, in tc's units; empty: unlimited")
+    parser.add_argument("--timeout", type=float, default=900)
+    parser.add_argument("command", nargs="+", help="after --: script.py or -m module, and its arguments")
+    options = parser.parse_args()
+    try:
+        with Lab(options.nodes, rate=options.rate or None) as lab:
+            print(lab.run(options.command, ranks_per_node=options.ranks_per_node, timeout=options.timeout), end="")
+    except LabError as error:
+        sys.exit(f"lab: {error}")
+
+
+if __name__ == "__main__":
+    main()

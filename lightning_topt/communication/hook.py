@@ -1,0 +1,176 @@
+"""The DDP communication hook: gradients of `DistributedDataParallel` averaged by an exchange of one's choice."""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topt.communication.agreement import check_equal_options
+from lightning_topt.communication.checkpoint import gather_state, own_state
+from lightning_topt.communication.methods import is_hierarchical
+from lightning_topt.communication.module_exchange import ModuleExchange
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.communication.peers import PeerMonitor
+from lightning_topt.communication.topology import Topology
+
+_made = itertools.count()  # exchanges are made in the same order on all ranks
+
+
+@dataclass(frozen=True)
+class ExchangeStatistics:
+    """Since the last reset; bytes and seconds are sums over `steps` exchanged steps.
+
+    `bytes_sent` is payload that left this node for others (with one node: this rank), `dense_bytes` the same for DDP's own
+    ring all-reduce; `exposed_seconds` is the wait at the end of backward passes, `exchange_seconds` the time with a bucket in
+    flight; `residual_norm` (L2, of this rank, now) is in units of the unscaled gradient; `density` is that of the next step.
+    """
+
+    steps: int
+    bytes_sent: int
+    dense_bytes: int
+    exposed_seconds: float
+    exchange_seconds: float
+    residual_norm: float
+    density: float
+
+
+class CompressedExchange:
+    """Exchanges the gradients of one DistributedDataParallel module as `options` say; made alike on all ranks.
+
+    `topology` comes from the environment if None. Set `loss_scale` to the GradScaler's scale before each backward pass.
+    Raises ValueError for a world size that is not nodes x ranks per node.
+    """
+
+    def __init__(
+        self, options: ExchangeOptions, *, topology: Topology | None = None, device: torch.device | None = None
+    ) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.options, self.device = options, device or torch.device("cpu")
+        self.topology = topology or Topology.from_environment(rank=rank, world_size=world_size)
+        self.topology.check(world_size)
+        self.loss_scale = 1.0
+        self._name = f"lightning_topt/exchange/{next(_made)}"
+        self._loaded: Mapping[str, Any] | None = None
+        self._module: ModuleExchange | None = None
+        self._reset_at = (0, 0, 0, 0.0)
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        """Collective call: take over the gradients of `ddp`, once, before its first backward pass.
+
+        Raises TypeError for another wrapper, ValueError where ranks differ in their options or topology.
+        """
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(
+                f"gradients of a {type(ddp).__name__} cannot be exchanged compressed: this needs "
+                "torch.nn.parallel.DistributedDataParallel (FSDP shards its gradients by reduce-scatter and has no such hook); "
+                "wrap the module in DistributedDataParallel"
+            )
+        if self._module is not None:
+            raise ValueError("this exchange is registered already: make one per DistributedDataParallel module")
+        check_equal_options(self.options, topology=self.topology)
+        self._module = ModuleExchange(
+            ddp.module, self.options, topology=self.topology, device=self.device, name=self._name
+        )
+        ddp.register_comm_hook(state=self, hook=_hook)
+        if self._loaded is not None:
+            self.load_state_dict(self._loaded)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the exchange ended (`PeerLostError`, ...), None while it works; `backward` raises it."""
+        return self._module.worker.error if self._module else None
+
+    @property
+    def monitor(self) -> PeerMonitor:
+        """Says who is gone, also when a collective outside of the exchange fails."""
+        return self._needed().worker.monitor
+
+    def step_skipped(self) -> None:
+        """The last step's gradients were thrown away (by a GradScaler): what was sent returns to the residual."""
+        self._needed().put_back()
+
+    def check_parameters(self) -> None:
+        """Collective call: raise RuntimeError naming the first parameter that differs between ranks."""
+        self._needed().check_parameters()
+
+    def statistics(self, *, reset: bool = True) -> ExchangeStatistics:
+        """What was exchanged since the last reset."""
+        module = self._needed()
+        steps, sent, dense, busy = now = (
+            module.step,
+            module.exchange.bytes_sent,
+            module.dense_bytes,
+            module.worker.busy_seconds,
+        )
+        before = self._reset_at
+        exposed = module.exposed_seconds(reset=reset)
+        if reset:
+            self._reset_at = now
+        return ExchangeStatistics(
+            steps=steps - before[0],
+            bytes_sent=sent - before[1],
+            dense_bytes=dense - before[2],
+            exposed_seconds=exposed,
+            exchange_seconds=busy - before[3],
+            residual_norm=module.exchange.residual_norm(),
+            density=self.options.density_at(steps),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective call: the state of all ranks, whole on rank 0 (elsewhere `ranks` is empty).
+
+        `ranks` has one entry per rank, per node where hierarchical: kind ("residual", ...) -> parameter name -> tensor.
+        """
+        module = self._needed()
+        module.finish_step()
+        own = module.exchange.state_dict()
+        ranks = gather_state(own, senders=self._holders(), group=module.groups.state)
+        return {"step": module.step, "method": self.options.method, "ranks": ranks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what rank 0 saved, given to all ranks; on another number of ranks each gets the mean of the residuals.
+
+        Raises ValueError for the state of another method or model.
+        """
+        if self._module is None:
+            self._loaded = state
+            return
+        if state["method"] != self.options.method:
+            raise ValueError(
+                f"the saved exchange state is of method={state['method']!r}, this exchange has {self.options.method!r}"
+            )
+        holders, rank = self._holders(), self.topology.rank
+        position = self.topology.node if len(holders) < self.topology.world_size else rank
+        numels = {name: parameter.numel() for name, parameter in self._module.parameters.items()}
+        own = own_state(state["ranks"], position=position, holders=len(holders), numels=numels)
+        self._module.finish_step()
+        if own:
+            self._module.exchange.load_state_dict(own)
+        self._module.step = state["step"]
+        self._reset_at = (state["step"], *self._reset_at[1:])
+
+    def close(self) -> None:
+        """End the exchange's thread and release shared memory; the hook cannot be used any more."""
+        if self._module is not None:
+            self._module.close()
+
+    def _holders(self) -> list[int]:
+        """One rank for each separate state."""
+        apart = is_hierarchical(self.options, topology=self.topology)
+        return list(range(0, self.topology.world_size, self.topology.ranks_per_node if apart else 1))
+
+    def _needed(self) -> ModuleExchange:
+        if self._module is None:
+            raise ValueError("register the exchange on a DistributedDataParallel module first")
+        return self._module
+
+
+def _hook(exchange: CompressedExchange, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    return exchange._needed().submit(bucket, loss_scale=exchange.loss_scale)

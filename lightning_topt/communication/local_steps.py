@@ -1,0 +1,267 @@
+"""Local steps with an outer optimizer: ranks exchange once in many steps (DiLoCo, arXiv 2311.08105, algorithm 1).
+
+Every rank makes `every` steps of its own optimizer; then, with theta the parameters that all ranks last agreed on,
+
+    delta = theta - local parameters;  mean = mean of delta over ranks;  momentum = outer_momentum * momentum + mean
+    theta = theta - outer_learning_rate * (mean + outer_momentum * momentum)                 (Nesterov, as torch's SGD)
+
+The sparse form sends only the `density` largest entries of what is pending on each rank (SparseLoCo, arXiv 2508.15706):
+
+    residual = residual_decay * residual + delta;  sent = the largest of residual;  residual = residual - sent
+    mean = mean of sent
+
+SparseLoCo itself is ``outer_momentum=0, outer_learning_rate=1, residual_decay=0.95``: there the residual is the momentum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topt.communication.bucket import is_finite
+from lightning_topt.communication.node_exchange import Waitable
+from lightning_topt.communication.options import VALUE_DTYPES
+from lightning_topt.communication.outer_step import (
+    DenseMean,
+    MeanOverRanks,
+    Named,
+    NamedTensors,
+    SparseMean,
+    mean_of_buffers,
+    outer_update,
+    take_from_first,
+)
+from lightning_topt.communication.peers import GRACE_SECONDS, PeerLostError, PeerMonitor
+
+PAUSE_SECONDS = 1e-3  # between two looks at a work in flight
+_made = itertools.count()  # made in the same order on all ranks
+
+
+@dataclass(frozen=True)
+class LocalStepsStatistics:
+    """Since the start; bytes are payload of this rank, `dense_bytes` what DDP's ring all-reduce of every step had sent.
+
+    `exchange_seconds` includes the wait for slower ranks; `residual_norm` (L2) is 0 without a `density`.
+    """
+
+    local_steps: int
+    outer_steps: int
+    bytes_sent: int
+    dense_bytes: int
+    exchange_seconds: float
+    residual_norm: float
+
+
+class LocalSteps:
+    """Trains a replica per rank and brings them together every `every` steps; on a module *without* DistributedDataParallel.
+
+        local = LocalSteps(module.named_parameters(), every=100, buffers=module.named_buffers())
+        for batch in batches:
+            loss(module, batch).backward(); optimizer.step(); optimizer.zero_grad(); local.after_step()
+        local.synchronize()
+
+    Made alike on all ranks (a collective call: parameters and buffers of rank 0 go to all). `parameters` and `buffers` are the
+    trained tensors or (name, tensor) pairs, of one device. After an outer step parameters are equal on all ranks bit for bit;
+    buffers of floating point (running statistics) become their mean over ranks, others those of rank 0. The state of the
+    ranks' own optimizers is never exchanged. Outer state is float32: one or two copies of the parameters, and one more with
+    a `density`. `value_dtype` ("float32", "bfloat16", "float16") is that of the values sent.
+
+    Raises ValueError for options out of range, or that differ between ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Named,
+        *,
+        every: int,
+        outer_learning_rate: float = 0.7,
+        outer_momentum: float = 0.9,
+        density: float | None = None,
+        residual_decay: float = 1.0,
+        value_dtype: str = "float32",
+        buffers: Named = (),
+        process_group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.every, self.group, self.timeout_seconds = every, process_group, timeout_seconds
+        self.outer_learning_rate, self.outer_momentum = outer_learning_rate, outer_momentum
+        self.parameters, self.buffers = NamedTensors(parameters), NamedTensors(buffers)
+        options: dict[str, Any] = {"every": every, "density": density, "value_dtype": value_dtype}
+        options |= {"outer_learning_rate": outer_learning_rate, "outer_momentum": outer_momentum}
+        options |= {"residual_decay": residual_decay, "number of elements": self.parameters.numel}
+        check_options(options)
+        _check_equal(options, group=process_group)
+        self.monitor = _make_monitor(process_group)
+        for tensor in (*self.parameters.tensors.values(), *self.buffers.tensors.values()):
+            take_from_first(tensor, group=process_group, wait=self._wait)
+        self.anchor = self.parameters.read()
+        self.momentum = torch.zeros_like(self.anchor) if outer_momentum else None
+        self.residual = torch.zeros_like(self.anchor) if density is not None else None
+        dtype: torch.dtype = getattr(torch, value_dtype)
+        self._mean: MeanOverRanks = DenseMean(value_dtype=dtype, group=process_group)
+        if density is not None and self.residual is not None:
+            k = max(1, round(density * self.parameters.numel))
+            self._mean = SparseMean(
+                k, residual=self.residual, decay=residual_decay, value_dtype=dtype, group=process_group
+            )
+        self.pending_steps = 0  # local steps since the last outer step
+        self.local_steps = self.outer_steps = self._other_bytes = 0
+        self._exchange_seconds = self._longest_step = 0.0
+        self._step_start = time.monotonic()
+
+    def after_step(self) -> bool:
+        """Call it after each step of the rank's own optimizer; whether an outer step was made.
+
+        Raises what `synchronize` raises.
+        """
+        self._longest_step = max(self._longest_step, time.monotonic() - self._step_start)
+        if self.monitor.look():
+            raise self._lost(RuntimeError("another rank reported a failure"))
+        self.pending_steps += 1
+        self.local_steps += 1
+        due = self.pending_steps >= self.every
+        if due:
+            self.synchronize()
+        self._step_start = time.monotonic()
+        return due
+
+    def synchronize(self) -> None:
+        """Collective call: an outer step now, if there was a local step since the last; for the end of training.
+
+        Raises FloatingPointError, on all ranks, naming those whose parameters are not finite (all parameters then stay as they
+        are), and PeerLostError where a rank is gone or `timeout_seconds` pass.
+        """
+        if not self.pending_steps:
+            return
+        start = time.perf_counter()
+        delta = self.parameters.subtract_from(self.anchor)
+        try:
+            self._check_finite(delta)
+            mean = self._mean.mean(delta, wait=self._wait)
+            self._other_bytes += mean_of_buffers(self.buffers, group=self.group, wait=self._wait)
+        except (RuntimeError, TimeoutError) as error:
+            raise self._lost(error) from error
+        outer_update(
+            self.anchor, mean, momentum=self.momentum, coefficient=self.outer_momentum, rate=self.outer_learning_rate
+        )
+        self.parameters.write(self.anchor)
+        self.pending_steps = 0
+        self.outer_steps += 1
+        self._exchange_seconds += time.perf_counter() - start
+
+    def _check_finite(self, delta: Tensor) -> None:
+        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        flags = torch.zeros(world_size, dtype=torch.int32, device=delta.device)
+        flags[rank] = not is_finite(delta)
+        self._wait(dist.all_reduce(flags, group=self.group, async_op=True))
+        self._other_bytes += 2 * (world_size - 1) * flags.nbytes // world_size
+        ranks = flags.nonzero().flatten().tolist()
+        if ranks:
+            raise FloatingPointError(
+                f"the parameters of rank {', '.join(map(str, ranks))} have NaN or infinities after {self.local_steps} local "
+                "steps: lower the learning rate, clip gradients, or return to a checkpoint"
+            )
+
+    def _wait(self, work: Waitable | None) -> None:
+        """Until `work` is done, another rank reports a failure, or `timeout_seconds` pass."""
+        assert work is not None
+        deadline = time.monotonic() + self.timeout_seconds
+        while not work.is_completed():
+            if self.monitor.look():
+                raise RuntimeError("another rank reported a failure")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited longer than {self.timeout_seconds:g} s for another rank")
+            time.sleep(PAUSE_SECONDS)
+        work.wait()
+
+    def _lost(self, error: Exception) -> PeerLostError:
+        # A survivor may be in a local step when the first one signs in.
+        return self.monitor.diagnose(error, grace_seconds=GRACE_SECONDS + 2 * self._longest_step)
+
+    @property
+    def statistics(self) -> LocalStepsStatistics:
+        """What was exchanged so far."""
+        world_size = dist.get_world_size(self.group)
+        nbytes = sum(tensor.nbytes for tensor in self.parameters.tensors.values())
+        return LocalStepsStatistics(
+            local_steps=self.local_steps,
+            outer_steps=self.outer_steps,
+            bytes_sent=self._mean.bytes_sent + self._other_bytes,
+            dense_bytes=self.local_steps * 2 * (world_size - 1) * nbytes // world_size,
+            exchange_seconds=self._exchange_seconds,
+            residual_norm=float(self.residual.norm()) if self.residual is not None else 0.0,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's outer state, by parameter name; not collective. Residuals differ between ranks: save one state per rank.
+
+        Between outer steps the parameters differ as well; `synchronize` first to save one set for all.
+        """
+        state: dict[str, Any] = {"pending_steps": self.pending_steps}
+        state |= {"local_steps": self.local_steps, "outer_steps": self.outer_steps}
+        for kind, flat in self._flat_state().items():
+            state[kind] = {name: part.clone() for name, part in self.parameters.split(flat).items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave on this rank; load the parameters themselves too, before or after.
+
+        Momentum or residual that the state lacks start at zero. Raises ValueError for the state of another model.
+        """
+        for kind, flat in self._flat_state().items():
+            flat.zero_()
+            if kind in state:
+                self.parameters.load(flat, state[kind], what=kind)
+        self.pending_steps, self.local_steps = state["pending_steps"], state["local_steps"]
+        self.outer_steps = state["outer_steps"]
+
+    def _flat_state(self) -> dict[str, Tensor]:
+        flat = {"anchor": self.anchor, "momentum": self.momentum, "residual": self.residual}
+        return {kind: tensor for kind, tensor in flat.items() if tensor is not None}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError where options of `LocalSteps` are out of range."""
+    density, decay = options["density"], options["residual_decay"]
+    if options["every"] < 1:
+        raise ValueError(f"every is the number of local steps between outer steps, at least 1; got {options['every']}")
+    if not options["outer_learning_rate"] > 0:
+        raise ValueError(f"outer_learning_rate is positive; got {options['outer_learning_rate']}")
+    if not 0 <= options["outer_momentum"] < 1:
+        raise ValueError(f"outer_momentum is at least 0 and below 1; got {options['outer_momentum']}")
+    if density is not None and not 0 < density <= 1:
+        raise ValueError(f"density is the fraction sent, above 0 and at most 1, or None for all; got {density}")
+    if not 0 <= decay <= 1 or (decay != 1 and density is None):
+        raise ValueError(f"residual_decay is from 0 to 1, and 1 where no density makes a residual; got {decay}")
+    if options["value_dtype"] not in VALUE_DTYPES:
+        raise ValueError(f"value_dtype is one of {', '.join(VALUE_DTYPES)}; got {options['value_dtype']!r}")
+    if not options.get("number of elements", 1):
+        raise ValueError("LocalSteps was given no parameters; an iterator (module.parameters()) can be used only once")
+
+
+def _check_equal(options: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> None:
+    """Collective call: raise ValueError, on all ranks, where `options` differ."""
+    everyone: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, options, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0][name]:
+                raise ValueError(
+                    f"all ranks make the same local steps: {name} is {value!r} on rank {rank} and {everyone[0][name]!r} "
+                    "on rank 0"
+                )
+
+
+def _make_monitor(group: dist.ProcessGroup | None) -> PeerMonitor:
+    """Ranks are numbered, and named in errors, as in `group`."""
+    members = "-".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
+    name = f"lightning_topt/local_steps/{next(_made)}/{members}"
+    store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return PeerMonitor(store, rank=dist.get_rank(group), world_size=dist.get_world_size(group))

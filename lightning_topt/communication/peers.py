@@ -1,0 +1,78 @@
+"""Which rank is gone: the survivors of a failed collective sign in at the job's store."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+FAILED = "failed"
+POLL_SECONDS = 1.0  # how often a worker looks whether another rank reported a failure
+GRACE_SECONDS = 5.0  # survivors look every POLL_SECONDS, also while idle: who has not signed in by then is gone
+
+
+class PeerLostError(RuntimeError):
+    """An exchange failed because of other ranks; names those that did not sign in."""
+
+
+class PeerMonitor:
+    """Finds out who is gone when a collective fails, on all surviving ranks."""
+
+    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.looked = time.monotonic()
+        self.reachable = True
+
+    def look(self) -> bool:
+        """Whether another rank reported a failure; asks the store at most every `POLL_SECONDS`."""
+        if not self.reachable or time.monotonic() - self.looked < POLL_SECONDS:
+            return False
+        self.looked = time.monotonic()
+        try:
+            return bool(self.store.check([FAILED]))
+        except RuntimeError:
+            # The store's host may simply have finished before us; a failure in a collective is reported by that collective.
+            self.reachable = False
+            return False
+
+    def diagnose(self, error: BaseException, *, grace_seconds: float | None = None) -> PeerLostError:
+        """Sign in, wait for the other survivors, and say who did not come within `grace_seconds`; `error` is the cause."""
+        lost = self._diagnose(error, GRACE_SECONDS if grace_seconds is None else grace_seconds)
+        lost.__cause__ = error
+        return lost
+
+    def _diagnose(self, error: BaseException, grace_seconds: float) -> PeerLostError:
+        try:
+            self.store.set(f"alive/{self.rank}", "1")
+            self.store.set(FAILED, "1")
+            missing = self._missing(grace_seconds)
+        except Exception:
+            return PeerLostError(
+                f"rank {self.rank} lost the job's store in an exchange of gradients: the rank that hosts it (rank 0, "
+                f"unless torchrun does) is gone; {error}"
+            )
+        if missing:
+            who = ", ".join(f"rank {rank}" for rank in missing)
+            return PeerLostError(f"{who} did not answer in an exchange of gradients; seen by rank {self.rank}: {error}")
+        return PeerLostError(
+            f"an exchange of gradients failed on rank {self.rank} although all {self.world_size} ranks are alive: {error}; "
+            "if one is slow, raise timeout_seconds"
+        )
+
+    def _missing(self, grace_seconds: float) -> list[int]:
+        deadline = time.monotonic() + grace_seconds
+        missing = list(range(self.world_size))
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not self.store.check([f"alive/{rank}"])]
+            if missing:
+                time.sleep(0.05)
+        return missing
+
+
+def ranks_that(flag: bool, *, store: Store, rank: int, world_size: int, key: str, seconds: float) -> list[int]:
+    """The ranks with a true `flag`; all ranks call this with the same, unused `key`. DistStoreError after `seconds`."""
+    store.set(f"{key}/{rank}", "1" if flag else "0")
+    keys = [f"{key}/{other}" for other in range(world_size)]
+    store.wait(keys, timedelta(seconds=seconds))
+    return [other for other, name in enumerate(keys) if store.get(name) == b"1"]

@@ -1,0 +1,113 @@
+"""Which ranks share a node, and the process groups that an exchange uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`num_nodes` nodes of `ranks_per_node` ranks, numbered node by node; `rank` is this one."""
+
+    num_nodes: int
+    ranks_per_node: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.ranks_per_node < 1:
+            raise ValueError(f"a topology has at least one node and one rank per node; got {self}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank {self.rank} is not in a topology of {self.num_nodes} nodes x {self.ranks_per_node} ranks: the world "
+                f"size is nodes x ranks per node ({self.world_size})"
+            )
+
+    @classmethod
+    def from_environment(cls, *, rank: int, world_size: int, environment: Mapping[str, str] | None = None) -> Topology:
+        """What torchrun (LOCAL_WORLD_SIZE) or SLURM (SLURM_NTASKS_PER_NODE, SLURM_NNODES) says; else all on one node.
+
+        Raises ValueError where `world_size` is not a multiple of the ranks per node.
+        """
+        environment = os.environ if environment is None else environment
+        ranks_per_node = world_size
+        if "LOCAL_WORLD_SIZE" in environment:
+            ranks_per_node = int(environment["LOCAL_WORLD_SIZE"])
+        elif environment.get("SLURM_NTASKS_PER_NODE", "").isdecimal() and "SLURM_PROCID" in environment:
+            ranks_per_node = int(environment["SLURM_NTASKS_PER_NODE"])
+        elif "SLURM_NNODES" in environment and "SLURM_PROCID" in environment:
+            ranks_per_node = max(1, world_size // int(environment["SLURM_NNODES"]))
+        if world_size % ranks_per_node:
+            raise ValueError(
+                f"a world size of {world_size} is not nodes x {ranks_per_node} ranks per node: start equally many ranks on "
+                f"every node, or give the exchange its Topology"
+            )
+        return cls(world_size // ranks_per_node, ranks_per_node, rank)
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def node(self) -> int:
+        """This rank's node."""
+        return self.rank // self.ranks_per_node
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's position in its node."""
+        return self.rank % self.ranks_per_node
+
+    def check(self, world_size: int) -> None:
+        """Raise ValueError unless the topology has `world_size` ranks."""
+        if world_size != self.world_size:
+            raise ValueError(
+                f"the world size is {world_size}, but the topology has {self.num_nodes} nodes x {self.ranks_per_node} ranks "
+                f"= {self.world_size}"
+            )
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of one exchange, one per stage: within a group all works are issued in bucket order on all ranks.
+
+    - ``world``: all ranks; one group per stage of the method (``BucketExchange.num_stages``);
+    - ``exempt``: all ranks; the packed exempt parameters;
+    - ``state``: all ranks; checks, checkpoints: only used while no bucket is in flight;
+    - ``across``: the ranks with this local rank, in node order (hierarchical only);
+    - ``node_scatter``, ``node_gather``: the ranks of this node (hierarchical only).
+    """
+
+    world: tuple[dist.ProcessGroup, ...]
+    exempt: dist.ProcessGroup
+    state: dist.ProcessGroup
+    across: dist.ProcessGroup | None = None
+    node_scatter: dist.ProcessGroup | None = None
+    node_gather: dist.ProcessGroup | None = None
+
+
+def make_groups(topology: Topology, *, num_stages: int, hierarchical: bool, timeout_seconds: float) -> Groups:
+    """Collective call: the groups of one exchange, on the backend of the default group."""
+    timeout = timedelta(seconds=timeout_seconds)
+    ranks = list(range(topology.world_size))
+
+    def world() -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
+        return group
+
+    def own(parts: list[list[int]]) -> dist.ProcessGroup:
+        groups: list[dist.ProcessGroup] = [dist.new_group(part, timeout=timeout) for part in parts]
+        return next(group for part, group in zip(parts, groups, strict=True) if topology.rank in part)
+
+    stages, exempt, state = tuple(world() for _ in range(num_stages)), world(), world()
+    if not hierarchical:
+        return Groups(stages, exempt, state)
+    size = topology.ranks_per_node
+    nodes = [ranks[start : start + size] for start in range(0, topology.world_size, size)]
+    across = [ranks[local::size] for local in range(size)]
+    return Groups(stages, exempt, state, own(across), own(nodes), own(nodes))

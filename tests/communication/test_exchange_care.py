@@ -1,0 +1,228 @@
+"""Overlap, stragglers, the choice of dense, counted bytes, the debug check, bad input, dead peers."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_topt.communication import peers
+from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.options import ExchangeOptions, LinkCosts
+from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.communication.topology import Topology
+from lightning_topt.communication.wire import MessageFormat
+from tests.communication.exchange_ranks import (
+    assert_equal_on_all_ranks,
+    batch,
+    loss_of,
+    make_model,
+    train,
+    wrap,
+)
+from tests.launch import _rank, run_ranks
+
+SHAPES = [(2, 1), (2, 2)]
+
+
+def overlapped(rank: int) -> bool:
+    """The backward of the first layer waits until the exchange of the first bucket is over."""
+    ddp, exchange = wrap(ExchangeOptions(density=0.05))
+    list(train(ddp, rank=rank, steps=range(2)))
+    seen = []
+
+    def wait(gradient: Tensor) -> None:
+        current = exchange._needed().current
+        assert current is not None and not current.ended
+        deadline = time.monotonic() + 30
+        while not current.futures[0].done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        seen.append(current.futures[0].done())
+
+    x, y = batch(rank, 2)
+    ddp.module[0].register_forward_hook(lambda module, args, out: out.register_hook(wait) and None)
+    nn.functional.mse_loss(ddp(x), y).backward()
+    exchange.close()
+    return seen == [True]
+
+
+def test_exchange_during_backward():
+    assert run_ranks(overlapped, 2) == [True, True]
+
+
+def delayed(rank: int, shape: tuple[int, int], seconds: float) -> list[Tensor]:
+    """Rank 1 is late with every gradient of the middle layer."""
+    ddp, exchange = wrap(ExchangeOptions(density=0.05, momentum=0.5), topology=Topology(*shape, rank))
+    if rank == 1:
+        ddp.module[3].register_full_backward_hook(lambda *args: time.sleep(seconds))
+    list(train(ddp, rank=rank, steps=range(4)))
+    exchange.close()
+    return [p.detach() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_straggler_changes_nothing(shape):
+    punctual, late = (run_ranks(delayed, shape[0] * shape[1], shape, seconds) for seconds in (0.0, 0.05))
+    for rank in range(1, len(late)):
+        assert all(torch.equal(a, b) for a, b in zip(late[0], late[rank], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(punctual[0], late[0], strict=True))
+
+
+def thread_ends(rank: int) -> list[int]:
+    counts = []
+    ddp, exchange = wrap(ExchangeOptions())
+    list(train(ddp, rank=rank, steps=range(2)))
+    counts.append(threading.active_count())
+    del ddp, exchange
+    gc.collect()
+    return [*counts, threading.active_count()]
+
+
+def test_thread_ends_with_the_exchange():
+    assert run_ranks(thread_ends, 2) == [[2, 1]] * 2
+
+
+def link_chosen(rank: int, shape: tuple[int, int], link: LinkCosts) -> float:
+    ddp, exchange = wrap(ExchangeOptions(density=0.05, link=link, exempt=()), topology=Topology(*shape, rank))
+    list(train(ddp, rank=rank, steps=range(1)))
+    exchange.statistics()
+    list(train(ddp, rank=rank, steps=range(1, 3)))
+    assert_equal_on_all_ranks(ddp)
+    exchange.close()
+    return ratio(exchange)
+
+
+def test_dense_where_cheaper():
+    """A ring of messages takes half the hops of a ring all-reduce: only many ranks or many bytes make dense cheaper."""
+    slow = LinkCosts(0.0, 1e6)
+    assert max(run_ranks(link_chosen, 2, (2, 1), slow)) < 0.2
+    options = ExchangeOptions(density=0.99, link=slow, exempt=())
+    ratios = run_ranks(dense_ratio, 2, options)
+    assert ratios == [1.0, 1.0]
+
+
+def dense_ratio(rank: int, options: ExchangeOptions) -> float:
+    ddp, exchange = wrap(options)
+    list(train(ddp, rank=rank, steps=range(3)))
+    exchange.close()
+    return ratio(exchange)
+
+
+def dense_in_nodes(rank: int) -> float:
+    plain = nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=0.005)
+    ddp, exchange = wrap(ExchangeOptions(method="dense"), topology=Topology(2, 2, rank))
+    both = (train(model, rank=rank, steps=range(3)) for model in (ddp, plain))
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+    exchange.close()
+    return ratio(exchange)
+
+
+def ratio(exchange: CompressedExchange) -> float:
+    statistics = exchange.statistics()
+    return statistics.bytes_sent / statistics.dense_bytes
+
+
+def test_dense_inside_nodes():
+    """A sum inside each node before the network saves a third of the bytes of a ring over 2 x 2 ranks."""
+    assert run_ranks(dense_in_nodes, 4) == pytest.approx([2 / 3] * 4, rel=1e-3)
+
+
+def bytes_of_a_step(rank: int, shape: tuple[int, int]) -> tuple[int, list[Any]]:
+    ddp, exchange = wrap(ExchangeOptions(density=0.05, exempt=()), topology=Topology(*shape, rank))
+    list(train(ddp, rank=rank, steps=range(2)))
+    exchange.statistics()
+    list(train(ddp, rank=rank, steps=range(2, 3)))
+    layouts = exchange._needed().layouts
+    exchange.close()
+    return exchange.statistics().bytes_sent, [sum(layouts[index][1].numels) for index in sorted(layouts)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bytes_of_a_step(shape):
+    """Each rank's message to each other node (flat: around the ring)."""
+    for sent, numels in run_ranks(bytes_of_a_step, shape[0] * shape[1], shape):
+        shards = [n for numel in numels for n in ([numel] if shape[1] == 1 else [numel // 2, numel - numel // 2])]
+        expected = sum(MessageFormat(n, round(0.05 * n)).nbytes for n in shards)
+        assert abs(sent - expected) <= 8 * len(numels)  # equal sizes for shards that differ by an element
+
+
+def debugged(rank: int) -> str:
+    ddp, exchange = wrap(ExchangeOptions(density=0.05, debug=True))
+    list(train(ddp, rank=rank, steps=range(3)))
+    exchange.check_parameters()
+    with torch.no_grad():
+        ddp.module[3].weight[0, 0] += rank
+    with pytest.raises(RuntimeError) as caught:
+        loss_of(ddp, rank, 3).backward()
+    exchange.close()
+    return str(caught.value)
+
+
+def test_debug_names_the_parameter():
+    for message in run_ranks(debugged, 2):
+        assert "parameter 3.weight differs between rank 0 and rank 1 after 3 exchanged steps" in message
+
+
+def bad_input(rank: int) -> None:
+    world_size = dist.get_world_size()
+    with pytest.raises(ValueError, match=r"world size is 2, but the topology has 2 nodes x 2 ranks"):
+        CompressedExchange(ExchangeOptions(), topology=Topology(2, 2, rank))
+    exchange = CompressedExchange(ExchangeOptions(density=0.01 * (1 + rank)), topology=Topology(world_size, 1, rank))
+    with pytest.raises(TypeError, match=r"a Linear cannot be exchanged compressed.*DistributedDataParallel"):
+        exchange.register(nn.Linear(2, 2))
+    ddp = nn.parallel.DistributedDataParallel(make_model())
+    with pytest.raises(ValueError, match=r"density is 0.02 on rank 1 and 0.01 on rank 0"):
+        exchange.register(ddp)
+    with pytest.raises(ValueError, match="register the exchange"):
+        exchange.statistics()
+    exchange = CompressedExchange(ExchangeOptions())
+    exchange.register(ddp)
+    with pytest.raises(ValueError, match="registered already"):
+        exchange.register(ddp)
+    exchange.close()
+
+
+def test_bad_input():
+    run_ranks(bad_input, 2)
+
+
+def dies(rank: int, shape: tuple[int, int], dead: int, folder: str) -> None:
+    peers.GRACE_SECONDS, peers.POLL_SECONDS = 1.5, 0.1
+    ddp, exchange = wrap(ExchangeOptions(density=0.05, timeout_seconds=20), topology=Topology(*shape, rank))
+    for step, _ in enumerate(train(ddp, rank=rank, steps=range(3))):
+        if step == 1 and rank == dead:
+            os._exit(1)
+        if step == 1:
+            break
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        loss_of(ddp, rank, 2).backward()
+    assert isinstance(exchange.error, PeerLostError) and time.monotonic() - started < 20
+    Path(folder, str(rank)).write_text(str(caught.value))
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("shape", "dead"), [((3, 1), 1), ((2, 2), 3)])
+def test_dead_peer_is_named(shape, dead, tmp_path):
+    context = mp.get_context("fork")
+    world_size = shape[0] * shape[1]
+    args = (world_size, str(tmp_path / "store"), context.SimpleQueue(), 20, (shape, dead, str(tmp_path)))
+    ranks = [context.Process(target=_rank, args=(dies, rank, *args), daemon=True) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=40)
+        process.kill()
+    for rank in set(range(world_size)) - {dead}:
+        message = (tmp_path / str(rank)).read_text()
+        assert message.startswith(f"rank {dead} did not answer"), message

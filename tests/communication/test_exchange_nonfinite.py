@@ -1,0 +1,158 @@
+"""Gradients that are not finite, steps that are thrown away, loss scales, rounding: nothing is sent or lost silently."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.communication.topology import Topology
+from tests.communication.exchange_ranks import (
+    assert_equal_on_all_ranks,
+    loss_of,
+    make_model,
+    train,
+    wrap,
+)
+from tests.launch import run_ranks
+
+SHAPES = [(2, 1), (2, 2)]
+
+
+def residuals(exchange: CompressedExchange) -> dict[str, Tensor]:
+    return exchange._needed().exchange.state_dict()["residual"]
+
+
+def poisoned_loss(model: nn.Module, rank: int, step: int, value: float) -> Tensor:
+    """The gradient of the last layer is `value` on rank 1."""
+    loss = loss_of(model, rank, step)
+    return loss if rank != 1 else loss + value * model.module[-1].weight.sum()
+
+
+def raises_for_all(rank: int, shape: tuple[int, int], step: int, value: float) -> str:
+    ddp, exchange = wrap(ExchangeOptions(density=0.05), topology=Topology(*shape, rank))
+    list(train(ddp, rank=rank, steps=range(step)))
+    with pytest.raises(FloatingPointError) as caught:
+        poisoned_loss(ddp, rank, step, value).backward()
+    assert exchange.error is None
+    exchange.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("step", "value"), [(0, torch.nan), (2, torch.nan), (2, torch.inf)])
+def test_nonfinite_raises_everywhere(shape, step, value):
+    for message in run_ranks(raises_for_all, shape[0] * shape[1], shape, step, value):
+        assert message.startswith("the gradient on rank 1 has NaN or infinities in a bucket of")
+        assert "6.bias" in message
+
+
+def skips(rank: int, shape: tuple[int, int], momentum: float, exempt_is_bad: bool) -> None:
+    options = ExchangeOptions(density=0.05, nonfinite="skip", momentum=momentum)
+    ddp, exchange = wrap(options, topology=Topology(*shape, rank))
+    list(train(ddp, rank=rank, steps=range(3)))
+    before = residuals(exchange)
+    ddp.zero_grad()
+    loss = loss_of(ddp, rank, 3) if exempt_is_bad else poisoned_loss(ddp, rank, 3, torch.inf)
+    if exempt_is_bad and rank == 1:
+        loss = loss + ddp.module[-1].bias.sum() * torch.nan
+    loss.backward()
+    is_bad = {name: p.grad.isnan().any().item() for name, p in ddp.module.named_parameters()}
+    assert is_bad["6.weight"] and not is_bad["0.weight"]
+    after = residuals(exchange)
+    # The finite buckets' gradient is held back whole; nothing not finite got in.
+    plain = make_model()
+    plain.load_state_dict(ddp.module.state_dict())
+    loss_of(plain, rank, 3).backward()
+    own = plain[0].weight.grad.view(-1)
+    node = own.clone()
+    if shape[1] > 1:
+        group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        dist.all_reduce(node, group=group)
+        node /= 2
+    if not momentum:
+        torch.testing.assert_close(after["0.weight"], before["0.weight"] + node, rtol=1e-5, atol=1e-7)
+    assert all(torch.isfinite(value).all() for value in after.values())
+    gradients = list(train(ddp, rank=rank, steps=range(4, 6)))
+    assert all(torch.isfinite(g).all() for gradient in gradients for g in gradient.values())
+    assert_equal_on_all_ranks(ddp)
+    exchange.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("momentum", "exempt_is_bad"), [(0.0, False), (0.0, True), (0.5, False)])
+def test_nonfinite_skips(shape, momentum, exempt_is_bad):
+    run_ranks(skips, shape[0] * shape[1], shape, momentum, exempt_is_bad)
+
+
+def put_back(rank: int, value_dtype: str) -> None:
+    ddp, exchange = wrap(ExchangeOptions(density=0.05, value_dtype=value_dtype))
+    list(train(ddp, rank=rank, steps=range(3)))
+    before = residuals(exchange)
+    ddp.zero_grad()
+    loss_of(ddp, rank, 3).backward()
+    exchange.step_skipped()
+    exchange.step_skipped()
+    plain = make_model()
+    plain.load_state_dict(ddp.module.state_dict())
+    loss_of(plain, rank, 3).backward()
+    for name, value in residuals(exchange).items():
+        parameter = plain.get_parameter(name)
+        if parameter.dim() > 1:
+            torch.testing.assert_close(value, before[name] + parameter.grad.view(-1), rtol=1e-5, atol=1e-7)
+    exchange.close()
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "float16"])
+def test_step_skipped_puts_back(value_dtype):
+    run_ranks(put_back, 2, value_dtype)
+
+
+def nothing_lost(rank: int, value_dtype: str) -> None:
+    """What is applied and what is held back add up to all gradients, also where values are rounded."""
+    ddp, exchange = wrap(ExchangeOptions(density=0.03, value_dtype=value_dtype))
+    total: dict[str, Tensor] = {}
+    applied: dict[str, Tensor] = {}
+    plain = make_model()
+    parameters = plain.state_dict()
+    for step, gradient in enumerate(train(ddp, rank=rank, steps=range(5))):
+        plain.load_state_dict(parameters)
+        plain.zero_grad()
+        loss_of(plain, rank, step).backward()
+        for name, value in gradient.items():
+            applied[name] = applied.get(name, 0) + value
+            total[name] = total.get(name, 0) + plain.get_parameter(name).grad
+        parameters = {name: p.detach() - 0.1 * gradient[name] for name, p in plain.named_parameters()}
+    for name, held in residuals(exchange).items():
+        pending, everything = held.view(total[name].shape).clone(), total[name]
+        dist.all_reduce(pending)
+        dist.all_reduce(everything)
+        torch.testing.assert_close(applied[name] + pending / 2, everything / 2, rtol=1e-5, atol=1e-6)
+    assert_equal_on_all_ranks(ddp)
+    exchange.close()
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
+def test_nothing_is_lost(value_dtype):
+    run_ranks(nothing_lost, 2, value_dtype)
+
+
+def scaled(rank: int, shape: tuple[int, int]) -> None:
+    plain, _ = wrap(ExchangeOptions(density=0.05, momentum=0.5), topology=Topology(*shape, rank))
+    ddp, exchange = wrap(ExchangeOptions(density=0.05, momentum=0.5), topology=Topology(*shape, rank))
+    for step in range(4):
+        exchange.loss_scale = 2.0 ** (10 - step)
+        plain.zero_grad()
+        ddp.zero_grad()
+        loss_of(plain, rank, step).backward()
+        (loss_of(ddp, rank, step) * exchange.loss_scale).backward()
+        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad / exchange.loss_scale, theirs.grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loss_scale_changes_nothing(shape):
+    run_ranks(scaled, shape[0] * shape[1], shape)

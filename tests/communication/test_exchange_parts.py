@@ -1,0 +1,217 @@
+"""Messages, the order of the worker, topologies, options, exemptions: without ranks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_topt.communication import peers
+from lightning_topt.communication.exempt import exempt_names
+from lightning_topt.communication.options import ExchangeOptions, LinkCosts
+from lightning_topt.communication.peers import PeerLostError, PeerMonitor
+from lightning_topt.communication.streams import HostStreams
+from lightning_topt.communication.topology import Topology
+from lightning_topt.communication.wire import BITMAP, INT32, MessageFormat
+from lightning_topt.communication.worker import ExchangeWorker
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("numel", "k", "low_bits"),
+    [
+        (7, 1, BITMAP),
+        (1000, 1000, BITMAP),
+        (70_001, 17_500, BITMAP),
+        (70_001, 701, 8),
+        (65_536, 1, INT32),
+        (300_000, 100, 16),
+        (2_000_003, 40, 16),
+        (50_000_000, 3, INT32),
+    ],
+)
+def test_message_round_trip(dtype, numel, k, low_bits):
+    form = MessageFormat(numel, k, dtype)
+    assert form.low_bits == low_bits
+    generator = torch.Generator().manual_seed(k)
+    indices = torch.randint(numel, (4 * k,), generator=generator).unique()[:k] if k < numel else torch.arange(k)
+    indices[-1] = numel - 1
+    indices, values = indices[:k].int(), torch.randn(k, generator=generator) * 1e5
+    message = torch.full((form.nbytes + 4,), 255, dtype=torch.uint8)
+    form.pack(form.round(values), indices, out=message)
+    got = form.unpack(message)
+    assert got.finite and torch.equal(got.indices, indices.long())
+    expected = values.clamp(-65504, 65504) if dtype == torch.float16 else values
+    assert torch.equal(got.values, expected.to(dtype).float())
+    assert message[form.nbytes :].tolist() == [255] * 4
+    form.pack_nonfinite(out=message)
+    assert not form.unpack(message).finite
+
+
+def test_message_sizes():
+    """Near the entropy of which entries were sent; never more than 4 bytes per index."""
+    for numel, density in [(10**7, 0.01), (10**7, 0.001), (10**7, 0.25)]:
+        form = MessageFormat(numel, round(numel * density))
+        bits = 8 * (form.nbytes / form.k - 4)
+        entropy = (-density * math.log2(density) - (1 - density) * math.log2(1 - density)) / density
+        assert entropy <= bits < 1.3 * entropy + 0.1
+    assert MessageFormat(100, 0).nbytes == 4
+    assert MessageFormat(0, 0).unpack(torch.zeros(4, dtype=torch.uint8)).values.numel() == 0
+
+
+class Manual:
+    """Something in flight that the test completes."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self.event.is_set()
+
+    def wait(self) -> None:
+        assert self.event.is_set()
+
+
+class Alone(PeerMonitor):
+    def __init__(self) -> None:
+        pass
+
+    def look(self) -> bool:
+        return False
+
+    def diagnose(self, error: BaseException) -> PeerLostError:
+        return PeerLostError(str(error))
+
+
+def make_worker(timeout_seconds: float = 20) -> ExchangeWorker:
+    return ExchangeWorker(streams=HostStreams(), monitor=Alone(), timeout_seconds=timeout_seconds)
+
+
+def recorded(name: str, works: list[Manual], log: list[str]) -> Iterator[Any]:
+    for stage, work in enumerate(works):
+        log.append(f"{name}{stage}")
+        yield work
+    log.append(f"{name} done")
+    return torch.tensor(0.0)
+
+
+def test_worker_overlaps_and_keeps_the_order_of_stages():
+    worker, log = make_worker(), []
+    first, second = [Manual(), Manual(), Manual()], [Manual(), Manual()]
+    futures = [worker.submit(recorded("a", first, log)), worker.submit(recorded("b", second, log))]
+    wait_for(log, ["a0", "b0"])  # b starts while a waits
+    second[0].event.set()
+    assert not threading.Event().wait(0.05)
+    assert log == ["a0", "b0"]  # b may not overtake: its stage 1 would be issued before a's
+    first[0].event.set()
+    wait_for(log, ["a0", "b0", "a1", "b1"])
+    second[1].event.set()
+    first[1].event.set()
+    wait_for(log, ["a0", "b0", "a1", "b1", "a2", "b done"])
+    assert futures[1].wait() is not None and not futures[0].done()
+    first[2].event.set()
+    worker.drain()
+    assert futures[0].done() and worker.busy_seconds > 0
+    worker.close()
+
+
+def wait_for(log: list[str], expected: list[str]) -> None:
+    for _ in range(2000):
+        if log == expected:
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError(log)
+
+
+def test_worker_errors():
+    worker = make_worker(timeout_seconds=0.1)
+
+    def bad(error: Exception) -> Iterator[Any]:
+        raise error
+        yield
+
+    with pytest.raises(FloatingPointError, match="bad value"):
+        worker.submit(bad(FloatingPointError("bad value"))).wait()
+    worker.drain()  # and goes on
+    future = worker.submit(recorded("a", [Manual()], []))
+    other = worker.submit(recorded("b", [Manual()], []))
+    with pytest.raises(PeerLostError, match=r"waited longer than 0.1 s"):
+        worker.drain()
+    for failed in (future, other):
+        with pytest.raises(PeerLostError):
+            failed.wait()
+    with pytest.raises(PeerLostError):
+        worker.submit(recorded("c", [], []))
+    worker.close()
+
+
+def test_lost_store(monkeypatch):
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(peers, "POLL_SECONDS", 0)
+    monitor = PeerMonitor(Gone(), rank=2, world_size=4)
+    assert not monitor.look()  # an idle rank does not end the job
+    assert "rank 0, unless torchrun does) is gone" in str(monitor.diagnose(RuntimeError("timed out")))
+
+
+def test_topology():
+    torchrun = {"LOCAL_WORLD_SIZE": "2"}
+    assert Topology.from_environment(rank=3, world_size=4, environment=torchrun) == Topology(2, 2, 3)
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}
+    assert Topology.from_environment(rank=0, world_size=8, environment=slurm) == Topology(2, 4, 0)
+    slurm["SLURM_NTASKS_PER_NODE"] = "2(x2)"
+    assert Topology.from_environment(rank=0, world_size=6, environment=slurm) == Topology(2, 3, 0)
+    assert Topology.from_environment(rank=1, world_size=3, environment={}) == Topology(1, 3, 1)
+    assert (Topology(2, 3, 4).node, Topology(2, 3, 4).local_rank) == (1, 1)
+    with pytest.raises(ValueError, match="5 is not nodes x 2 ranks per node"):
+        Topology.from_environment(rank=0, world_size=5, environment=torchrun)
+    with pytest.raises(ValueError, match=r"rank 4 is not in a topology of 2 nodes x 2"):
+        Topology(2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0.0}, "density is the fraction sent"),
+        ({"density": 1.5}, "density is the fraction sent"),
+        ({"density": float("nan")}, "density is the fraction sent"),
+        ({"method": "zip"}, "method is one of topk, dense"),
+        ({"value_dtype": "int8"}, "value_dtype is one of"),
+        ({"momentum": 1.0}, "momentum is at least 0"),
+        ({"momentum": 0.9, "error_feedback": False}, "needs error_feedback"),
+        ({"dense_steps": 0}, "dense_steps is at least 1"),
+        ({"timeout_seconds": 0}, "timeout_seconds is positive"),
+        ({"method": "bf16", "density": 0.1}, "density has no meaning for method='bf16', only for topk"),
+        ({"method": "topk", "rank": 4}, "rank has no meaning for method='topk'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        ExchangeOptions(**options)
+
+
+def test_density_warms_up():
+    options = ExchangeOptions(density=0.01, warmup_steps=2, dense_steps=2)
+    assert [options.density_at(step) for step in range(6)] == pytest.approx([1, 1, 0.25, 0.05, 0.01, 0.01])
+    assert ExchangeOptions(density=0.5, warmup_steps=2).density_at(1) == 0.5
+    assert ExchangeOptions(exempt=["bias"]).exempt == ("bias",)
+    with pytest.raises(ValueError, match="positive bandwidth"):
+        LinkCosts(0.0, 0.0)
+
+
+def test_exempt_names():
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.LayerNorm(3), nn.BatchNorm1d(3), nn.GRU(3, 3))
+    assert exempt_names(model, ()) == frozenset()
+    assert exempt_names(model, ("embedding",)) == {"0.weight"}
+    assert exempt_names(model, ("bias",)) == {"1.bias", "2.bias", "3.bias", "4.bias_ih_l0", "4.bias_hh_l0"}
+    assert exempt_names(model, ("norm",)) == {f"{layer}.{name}" for layer in (2, 3) for name in ("weight", "bias")}
+    assert exempt_names(model, ("4.weight_?h*",)) == {"4.weight_ih_l0", "4.weight_hh_l0"}
+    with pytest.raises(ValueError, match=r"exempt='head.*' matches no parameter; names look like 0.weight"):
+        exempt_names(model, ("head.*",))

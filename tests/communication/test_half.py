@@ -1,0 +1,57 @@
+"""16-bit gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_topt.communication.bucket import NonFiniteGradient
+from lightning_topt.communication.half import HALF_DTYPES, HalfExchange
+from tests.communication.buckets import SHAPES, exchange_step, gradients_of, make_exchange
+from tests.launch import run_ranks
+
+WORLD_SIZE = 3
+
+
+def _means(rank, method, dtype, scale):
+    exchange = make_exchange(HalfExchange, rank, WORLD_SIZE, method=method)
+    gradients = {name: gradient * scale for name, gradient in gradients_of(rank, 1, dtype=dtype).items()}
+    means = exchange_step(exchange, gradients, step=1)
+    return means, exchange.bytes_sent
+
+
+@pytest.mark.parametrize("method", HALF_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mean_to_half_precision_equal_on_all_ranks(method, dtype):
+    results = run_ranks(_means, WORLD_SIZE, method, dtype, 1.0)
+    all_gradients = [gradients_of(rank, 1, dtype=dtype) for rank in range(WORLD_SIZE)]
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    for name in SHAPES:
+        expected = torch.stack([gradients[name].double() for gradients in all_gradients]).mean(0)
+        for means, bytes_sent in results:
+            assert means[name].dtype == dtype
+            assert torch.equal(means[name], results[0][0][name])
+            # Each of three terms, each of two sums and the result are rounded once.
+            tolerance = 6 * torch.finfo(torch.bfloat16 if dtype == torch.bfloat16 else HALF_DTYPES[method]).eps
+            assert torch.allclose(means[name].double(), expected, rtol=0, atol=tolerance)
+            assert bytes_sent == 2 * 2 * numel * (WORLD_SIZE - 1) // WORLD_SIZE
+
+
+def test_terms_may_exceed_float16_where_the_mean_does_not():
+    assert max(g.abs().max() for g in gradients_of(0, 1).values()) * 3e4 > 65504
+    for means, _ in run_ranks(_means, WORLD_SIZE, "fp16", torch.float32, 3e4):
+        assert all(torch.isfinite(mean).all() for mean in means.values())
+
+
+def _overflow(rank):
+    exchange = make_exchange(HalfExchange, rank, 2, method="fp16")
+    gradients = gradients_of(rank, 1)
+    if rank == 1:
+        gradients["first"][0, 0] = 3e5
+    with pytest.raises(NonFiniteGradient) as caught:
+        exchange_step(exchange, gradients, step=1)
+    return caught.value.own
+
+
+def test_gradient_beyond_float16_is_found_on_all_ranks_and_named():
+    assert run_ranks(_overflow, 2) == [False, True]

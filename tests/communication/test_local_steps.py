@@ -1,0 +1,363 @@
+"""Local steps with an outer optimizer."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_topt.communication import local_steps
+from lightning_topt.communication.local_steps import LocalSteps
+from lightning_topt.communication.peers import PeerLostError
+from tests.launch import run_ranks
+
+WORLD_SIZE, STEPS, EVERY = 3, 7, 3  # two outer steps and a rest
+SHAPES = {"weight": (6, 5), "bias": (11,)}
+
+
+def _initial(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def _target(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def _local_step(parameters, rank, step):
+    """One step towards a random point: what a rank's own optimizer does."""
+    for name, target in _target(rank, step).items():
+        parameters[name] -= 0.3 * (parameters[name] - target.to(parameters[name].dtype))
+
+
+def _train(rank, options, steps=STEPS, dtype=torch.float32):
+    parameters = {name: value.to(dtype) for name, value in _initial(seed=rank).items()}  # only those of rank 0 count
+    local = LocalSteps(parameters.items(), **options)
+    for step in range(steps):
+        _local_step(parameters, rank, step)
+        due = local.after_step()
+        assert due == ((step + 1) % options["every"] == 0)
+    local.synchronize()
+    local.synchronize()  # nothing left to do
+    return parameters, local.statistics, local.state_dict()
+
+
+def _twin(*, every, outer_learning_rate=0.7, outer_momentum=0.9, density=None, residual_decay=1.0):
+    """All ranks in one process, float64: torch's SGD as outer optimizer, argsort as selection."""
+    theta = {name: nn.Parameter(value.double()) for name, value in _initial(seed=0).items()}
+    outer = torch.optim.SGD(
+        theta.values(), lr=outer_learning_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
+    )
+    residuals = [0.0] * WORLD_SIZE
+    replicas = [{name: value.detach().clone() for name, value in theta.items()} for _ in range(WORLD_SIZE)]
+    for step in range(STEPS):
+        for rank, replica in enumerate(replicas):
+            _local_step(replica, rank, step)
+        if (step + 1) % every and step + 1 < STEPS:
+            continue
+        deltas = [
+            torch.cat([(theta[name] - replica[name]).detach().view(-1) for name in SHAPES]) for replica in replicas
+        ]
+        if density is not None:
+            for rank, delta in enumerate(deltas):
+                pending = residual_decay * residuals[rank] + delta
+                largest = pending.abs().argsort(descending=True)[: max(1, round(density * delta.numel()))]
+                deltas[rank] = torch.zeros_like(pending).index_put((largest,), pending[largest])
+                residuals[rank] = pending - deltas[rank]
+        mean = torch.stack(deltas).mean(0)
+        for parameter, part in zip(theta.values(), mean.split([p.numel() for p in theta.values()]), strict=True):
+            parameter.grad = part.view(parameter.shape)
+        outer.step()
+        replicas = [{name: value.detach().clone() for name, value in theta.items()} for _ in range(WORLD_SIZE)]
+    return theta, residuals
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": EVERY},
+        {"every": EVERY, "outer_learning_rate": 0.5, "outer_momentum": 0.0},
+        {"every": 1},
+        {"every": 100},
+        {"every": 2, "density": 0.2},
+        {"every": 2, "density": 0.3, "outer_momentum": 0.0, "outer_learning_rate": 1.0, "residual_decay": 0.9},
+    ],
+)
+def test_equals_the_slow_twin(options):
+    results = run_ranks(_train, WORLD_SIZE, options)
+    theta, residuals = _twin(**options)
+    for rank, (parameters, _, state) in enumerate(results):
+        for name in SHAPES:
+            assert torch.equal(parameters[name], results[0][0][name])
+            np.testing.assert_allclose(parameters[name], theta[name].detach(), atol=2e-6)
+        if "density" in options:
+            flat = torch.cat([value.view(-1) for value in state["residual"].values()])
+            np.testing.assert_allclose(flat, residuals[rank], atol=2e-6)
+
+
+def test_one_local_step_without_outer_optimizer_is_parameter_averaging():
+    results = run_ranks(_train, WORLD_SIZE, {"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0})
+    parameters = _initial(seed=0)
+    for step in range(STEPS):
+        replicas = [{name: value.clone() for name, value in parameters.items()} for _ in range(WORLD_SIZE)]
+        for rank, replica in enumerate(replicas):
+            _local_step(replica, rank, step)
+        parameters = {name: torch.stack([replica[name] for replica in replicas]).mean(0) for name in SHAPES}
+    for name in SHAPES:
+        torch.testing.assert_close(results[1][0][name], parameters[name], rtol=0, atol=2e-6)
+
+
+def test_density_of_one_is_the_dense_form():
+    dense = run_ranks(_train, WORLD_SIZE, {"every": EVERY})
+    sparse = run_ranks(_train, WORLD_SIZE, {"every": EVERY, "density": 1.0})
+    for name in SHAPES:
+        torch.testing.assert_close(sparse[0][0][name], dense[0][0][name], rtol=0, atol=1e-6)
+    assert sparse[0][1].residual_norm == 0
+
+
+@pytest.mark.parametrize("value_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("density", [None, 0.5])
+def test_values_of_16_bits(value_dtype, density):
+    options = {"every": EVERY, "density": density}
+    whole = run_ranks(_train, WORLD_SIZE, options)
+    half = run_ranks(_train, WORLD_SIZE, options | {"value_dtype": value_dtype})
+    for name in SHAPES:
+        assert all(torch.equal(parameters[name], half[0][0][name]) for parameters, *_ in half)
+        if density is None:  # with a density, rounding may change what is selected
+            torch.testing.assert_close(half[0][0][name], whole[0][0][name], rtol=0, atol=0.1)
+    assert half[0][1].bytes_sent < whole[0][1].bytes_sent
+
+
+def _conserved(rank, value_dtype):
+    """Without outer optimizer: what arrived and what is held back is all there was."""
+    parameters = _initial(seed=0)
+    options = {"density": 0.3, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "value_dtype": value_dtype}
+    local = LocalSteps(parameters.items(), every=2, **options)
+    start, total = local.anchor.clone(), 0.0
+    for step in range(6):
+        _local_step(parameters, rank, step)
+        if step % 2:
+            total = total + local.parameters.subtract_from(local.anchor)
+        local.after_step()
+    pair = torch.stack([total, local.residual])
+    dist.all_reduce(pair)
+    return float((pair[0] / 2 - (start - local.anchor) - pair[1] / 2).abs().max())
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
+def test_the_sparse_form_loses_nothing(value_dtype):
+    assert max(run_ranks(_conserved, 2, value_dtype)) < 2e-6
+
+
+def test_statistics():
+    numel, ring = sum(torch.Size(shape).numel() for shape in SHAPES.values()), 2 * (WORLD_SIZE - 1) / WORLD_SIZE
+    _, statistics, _ = run_ranks(_train, WORLD_SIZE, {"every": EVERY})[0]
+    assert (statistics.local_steps, statistics.outer_steps) == (STEPS, 3)
+    flags = 4 * WORLD_SIZE
+    assert statistics.bytes_sent == pytest.approx(3 * ring * (4 * numel + flags), abs=6)
+    assert statistics.dense_bytes == pytest.approx(STEPS * ring * 4 * numel, abs=1)
+    assert statistics.exchange_seconds > 0 and statistics.residual_norm == 0
+    _, sparse, _ = run_ranks(_train, WORLD_SIZE, {"every": EVERY, "density": 0.1})[0]
+    assert sparse.bytes_sent < statistics.bytes_sent and sparse.residual_norm > 0
+
+
+def test_parameters_of_16_bits_keep_a_float32_anchor():
+    results = run_ranks(_train, WORLD_SIZE, {"every": EVERY}, STEPS, torch.bfloat16)
+    exact = run_ranks(_train, WORLD_SIZE, {"every": EVERY})
+    for parameters, _, state in results:
+        for name in SHAPES:
+            assert parameters[name].dtype == torch.bfloat16
+            assert torch.equal(parameters[name], results[0][0][name])
+            assert torch.equal(parameters[name], state["anchor"][name].bfloat16())
+            torch.testing.assert_close(parameters[name].float(), exact[0][0][name], rtol=0, atol=0.1)
+
+
+def _standing_still(rank):
+    parameter = torch.randn(50).bfloat16()
+    local = LocalSteps([parameter], every=1)
+    local.anchor.add_(local.anchor, alpha=1e-4)  # what bfloat16 cannot hold
+    local.parameters.write(local.anchor)
+    before = local.anchor.clone()
+    local.after_step()
+    return torch.equal(before, local.anchor)
+
+
+def test_rounding_of_parameters_is_no_step():
+    assert run_ranks(_standing_still, 2) == [True, True]
+
+
+def _continued(rank, options):
+    """Saved and loaded after five steps: the same end as without."""
+    parameters = _initial(seed=0)
+    local = LocalSteps(parameters.items(), **options)
+    for step in range(5):
+        _local_step(parameters, rank, step)
+        local.after_step()
+    state, values = local.state_dict(), {name: value.clone() for name, value in parameters.items()}
+    resumed = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    second = LocalSteps(resumed.items(), **options)
+    second.load_state_dict(state)
+    for name, value in values.items():
+        resumed[name].copy_(value)
+    for step in range(5, 9):
+        for tensors, steps in ((parameters, local), (resumed, second)):
+            _local_step(tensors, rank, step)
+            steps.after_step()
+    return all(torch.equal(resumed[name], parameters[name]) for name in SHAPES), second.statistics.outer_steps
+
+
+@pytest.mark.parametrize("options", [{"every": 2}, {"every": 2, "density": 0.1}])
+def test_state_round_trip(options):
+    assert run_ranks(_continued, 2, options) == [(True, 4), (True, 4)]
+
+
+def _wrong_state(rank):
+    local = LocalSteps([("a", torch.zeros(3)), ("b", torch.zeros(2))], every=2)
+    state = local.state_dict()
+    for wrong in ({"a": torch.zeros(3)}, {"a": torch.zeros(3), "b": torch.zeros(4)}):
+        with pytest.raises(ValueError, match=r"anchor is of another model: b differ"):
+            local.load_state_dict(state | {"anchor": wrong})
+
+
+def test_state_of_another_model():
+    run_ranks(_wrong_state, 1)
+
+
+def _buffers(rank):
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
+    net.register_buffer("rank", torch.tensor(rank))
+    local = LocalSteps(net.named_parameters(), every=2, buffers=net.named_buffers())
+    start = net[0].weight.detach().clone()
+    for _ in range(2):
+        net(torch.randn(2, 3, 6, 6) + rank)
+        mean_before = net[1].running_mean.clone()
+        local.after_step()
+    return start, mean_before, {name: value.clone() for name, value in net.named_buffers()}
+
+
+def test_running_statistics_become_their_mean():
+    results = run_ranks(_buffers, WORLD_SIZE)
+    for start, _, buffers in results:
+        assert torch.equal(start, results[0][0])
+        mean = torch.stack([before for _, before, _ in results]).mean(0)
+        torch.testing.assert_close(buffers["1.running_mean"], mean)
+        assert buffers["1.num_batches_tracked"] == 2 and buffers["rank"] == 0
+        assert all(torch.equal(value, results[0][2][name]) for name, value in buffers.items())
+
+
+def _not_finite(rank):
+    parameters = _initial(seed=0)
+    local = LocalSteps(parameters.items(), every=2, density=0.5)
+    _local_step(parameters, rank, 0)
+    local.after_step()
+    if rank == 1:
+        parameters["bias"][3] = torch.nan
+    before = {name: value.clone() for name, value in parameters.items()}
+    with pytest.raises(FloatingPointError, match=r"rank 1 have NaN or infinities after 2 local steps"):
+        local.after_step()
+    return all(torch.equal(before[n].nan_to_num(), parameters[n].nan_to_num()) for n in SHAPES)
+
+
+def test_nan_is_named_on_all_ranks_and_nothing_changes():
+    assert run_ranks(_not_finite, 3) == [True] * 3
+
+
+def _leaves(rank):
+    local_steps.GRACE_SECONDS = 1.0
+    parameters = _initial(seed=0)
+    local = LocalSteps(parameters.items(), every=2, timeout_seconds=60)
+    for step in range(2):
+        _local_step(parameters, rank, step)
+        local.after_step()
+    if rank == 2:
+        return None  # its process ends
+    time.sleep(0.7 * rank)  # rank 1 is still in a local step when rank 0 finds out
+    with pytest.raises(PeerLostError, match=r"^rank 2 did not answer"):
+        for step in range(2, 4):
+            _local_step(parameters, rank, step)
+            local.after_step()
+    return local.outer_steps
+
+
+def test_lost_rank_is_named():
+    assert run_ranks(_leaves, 3) == [1, 1, None]
+
+
+def _waits_too_long(rank):
+    local_steps.GRACE_SECONDS = 1.0
+    local = LocalSteps([torch.zeros(3)], every=1, timeout_seconds=0.3)
+    if rank == 0:
+        with pytest.raises(PeerLostError, match=r"^rank 1 did not answer.*waited longer than 0.3 s"):
+            local.after_step()
+    else:
+        time.sleep(3)
+
+
+def test_timeout():
+    run_ranks(_waits_too_long, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every is the number of local steps"),
+        ({"every": 1, "outer_learning_rate": 0.0}, "outer_learning_rate is positive"),
+        ({"every": 1, "outer_momentum": 1.0}, "outer_momentum is at least 0 and below 1"),
+        ({"every": 1, "density": 0.0}, "density is the fraction sent"),
+        ({"every": 1, "density": 1.5}, "density is the fraction sent"),
+        ({"every": 1, "residual_decay": 0.9}, "residual_decay is from 0 to 1, and 1 where no density"),
+        ({"every": 1, "value_dtype": "float64"}, "value_dtype is one of"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        LocalSteps([torch.zeros(3)], **options)
+
+
+def test_parameters_that_cannot_be():
+    with pytest.raises(ValueError, match="was given no parameters"):
+        LocalSteps([], every=1)
+    with pytest.raises(ValueError, match="same name"):
+        LocalSteps([("a", torch.zeros(1)), ("a", torch.zeros(1))], every=1)
+    with pytest.raises(ValueError, match="one device; got cpu, meta"):
+        LocalSteps([torch.zeros(1), torch.zeros(1, device="meta")], every=1)
+
+
+def _different(rank):
+    with pytest.raises(ValueError, match="every is 3 on rank 1 and 2 on rank 0"):
+        LocalSteps([torch.zeros(3)], every=2 + rank)
+
+
+def test_options_that_differ_between_ranks():
+    run_ranks(_different, 2)
+
+
+def _learn(rank):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    local = LocalSteps(net.named_parameters(), every=5, density=0.3, outer_momentum=0.5)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(150):
+        x = torch.randn(32, 8, generator=generator)
+        loss = (net(x).squeeze(1) - torch.sin(x[:, 0]) - x[:, 1]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        local.after_step()
+        losses.append(loss.detach())
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    return mean[:10].mean().item(), mean[-10:].mean().item()
+
+
+def test_it_learns():
+    first, last = run_ranks(_learn, 2)[0]
+    assert last < 0.5 * first

@@ -1,0 +1,259 @@
+"""One contract for all methods: what every `BucketExchange` must do, alone and under DDP. A new method is added to METHODS."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_topt.communication.bucket import NonFiniteGradient
+from lightning_topt.communication.methods import FLAT
+from lightning_topt.communication.options import ExchangeOptions
+from tests.communication.buckets import (
+    ONE_BUCKET,
+    SHAPES,
+    TWO_BUCKETS,
+    exchange_step,
+    gradients_of,
+    make_exchange,
+)
+from tests.communication.exchange_ranks import assert_equal_on_all_ranks, bucket_names, loss_of, train, wrap
+from tests.launch import run_ranks
+
+METHODS = {
+    "topk": {"density": 0.2},
+    "dense": {},
+    "bf16": {},
+    "fp16": {},
+    "powersgd": {"rank": 2},
+    "sign": {},
+}
+FEEDBACK = ["topk", "powersgd", "sign"]
+EXEMPT = {"topk": ("bias",), "powersgd": ("bias",), "sign": ("bias",)}
+
+
+@pytest.fixture(params=METHODS)
+def method(request):
+    return request.param
+
+
+def test_every_method_is_here():
+    assert set(METHODS) == set(FLAT)
+
+
+def _exchange(rank, method, world_size=2, **options):
+    return make_exchange(FLAT[method], rank, world_size, method=method, **METHODS[method], **options)
+
+
+def _steps(exchange, rank, steps, *, method, **kwargs):
+    exempt = EXEMPT.get(method, ())
+    return [exchange_step(exchange, gradients_of(rank, step), step=step, exempt=exempt, **kwargs) for step in steps]
+
+
+def _same(one, other, *, tolerance=0.0):
+    for first, second in zip(one, other, strict=True):
+        for name in first:
+            torch.testing.assert_close(first[name], second[name], rtol=0, atol=tolerance, msg=name)
+
+
+def _first_step(rank, method):
+    return _steps(_exchange(rank, method), rank, [0], method=method)[0]
+
+
+def test_first_step_is_the_exact_mean(method):
+    results = run_ranks(_first_step, 2, method)
+    expected = {n: torch.stack([gradients_of(rank, 0)[n] for rank in range(2)]).mean(0) for n in SHAPES}
+    for means in results:
+        _same([means], [expected], tolerance=1e-6)
+
+
+def _resumed(rank, method):
+    exchange = _exchange(rank, method)
+    _steps(exchange, rank, range(4), method=method)
+    state = {
+        kind: {name: value.clone() for name, value in tensors.items()}
+        for kind, tensors in exchange.state_dict().items()
+    }
+    other = _exchange(rank, method)
+    if state:
+        other.load_state_dict(state)
+    _same(_steps(exchange, rank, range(4, 7), method=method), _steps(other, rank, range(4, 7), method=method))
+    return bool(state)
+
+
+def test_state_round_trip_continues_alike(method):
+    assert run_ranks(_resumed, 2, method) == [method in FEEDBACK] * 2
+
+
+def _relaid(rank, method):
+    """Methods that treat each parameter by itself do not see how buckets are cut."""
+    whole, cut = _exchange(rank, method), _exchange(rank, method)
+    _same(
+        _steps(whole, rank, range(6), method=method),
+        _steps(cut, rank, range(3), method=method) + _steps(cut, rank, range(3, 6), method=method, buckets=TWO_BUCKETS),
+        tolerance=1e-5,
+    )
+    return cut.residual_norm() - whole.residual_norm()
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"topk"}))  # topk selects per bucket: test_exchange.py
+def test_residuals_follow_their_parameters_to_new_buckets(name):
+    assert run_ranks(_relaid, 2, name) == pytest.approx([0, 0], abs=1e-4)
+
+
+def _scaled(rank, method):
+    plain, scaled = _exchange(rank, method), _exchange(rank, method)
+    expected = _steps(plain, rank, range(5), method=method)
+    results = _steps(scaled, rank, range(5), method=method, loss_scale=64.0)
+    # A power of two changes no bit but those of numbers that float16 cannot hold.
+    _same([{n: m / 64 for n, m in means.items()} for means in results], expected, tolerance=1e-6)
+    return scaled.residual_norm() - plain.residual_norm()
+
+
+def test_loss_scale_stays_out_of_the_residual(method):
+    assert run_ranks(_scaled, 2, method) == pytest.approx([0, 0], abs=1e-4)
+
+
+def _not_finite(rank, method, name, value):
+    exchange = _exchange(rank, method)
+    _steps(exchange, rank, range(3), method=method)
+    before = exchange.state_dict()
+    before = {kind: {n: t.clone() for n, t in tensors.items()} for kind, tensors in before.items()}
+    gradients = gradients_of(rank, 3)
+    if rank == 1:
+        gradients[name].view(-1)[5] = value
+    with pytest.raises(NonFiniteGradient) as caught:
+        exchange_step(exchange, gradients, step=3, exempt=EXEMPT.get(method, ()))
+    exchange.put_back()
+    after = exchange.state_dict()
+    if rank == 1 and name != "bias":  # this rank's gradient is lost, what it held back is not
+        for n, residual in before.get("residual", {}).items():
+            torch.testing.assert_close(after["residual"][n], residual, rtol=0, atol=1e-5)
+    assert all(torch.isfinite(t).all() for tensors in after.values() for t in tensors.values())
+    means = _steps(exchange, rank, [4], method=method)[0]
+    assert all(torch.isfinite(mean).all() for mean in means.values())
+    return caught.value.own, means
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["first", "bias"])  # compressed, exempt
+def test_non_finite_gradient_is_known_everywhere_and_leaves_no_trace(method, name, value):
+    (own_first, first), (own_second, second) = run_ranks(_not_finite, 2, method, name, value)
+    assert (own_first, own_second) == (False, True)
+    _same([first], [second])
+
+
+def _of_16_bits(rank, method):
+    exchange = _exchange(rank, method)
+    steps = []
+    for step in range(4):
+        gradients = gradients_of(rank, step, dtype=torch.bfloat16)
+        steps.append(exchange_step(exchange, gradients, step=step, exempt=EXEMPT.get(method, ())))
+    return steps
+
+
+def test_gradients_of_16_bits(method):
+    first, second = run_ranks(_of_16_bits, 2, method)
+    _same(first, second)
+    whole = run_ranks(_first_step, 2, method)[0]
+    for step in first:
+        assert all(torch.isfinite(mean).all() and mean.dtype == torch.bfloat16 for mean in step.values())
+    for name, mean in first[0].items():
+        torch.testing.assert_close(mean.float(), whole[name], rtol=0.02, atol=0.02)
+
+
+def _thrown_away(rank, method):
+    """Mean over ranks of what is held back, before and after a step that the scaler skipped."""
+    exchange = _exchange(rank, method)
+    _steps(exchange, rank, range(3), method=method, buckets=TWO_BUCKETS)
+    before = exchange.state_dict()["residual"]
+    before = {name: value.clone() for name, value in before.items()}
+    _steps(exchange, rank, [3], method=method, buckets=TWO_BUCKETS)
+    exchange.put_back()
+    exchange.put_back()  # twice is once
+    after = exchange.state_dict()["residual"]
+    result = {}
+    for name in ("first", "second", "conv"):
+        gradient = gradients_of(rank, 3)[name].view(-1)
+        pair = torch.stack([after[name].view(-1), before[name].view(-1) + gradient])
+        dist.all_reduce(pair)
+        result[name] = float((pair[0] - pair[1]).abs().max())
+    return result
+
+
+@pytest.mark.parametrize("name", FEEDBACK)
+def test_what_a_skipped_step_sent_is_held_back_again(name):
+    for result in run_ranks(_thrown_away, 2, name):
+        assert max(result.values()) < 1e-5
+
+
+def _nothing_is_lost(rank, method):
+    """Sum of means + mean of residuals = sum of mean gradients: what error feedback is for."""
+    exchange = _exchange(rank, method)
+    steps = range(1, 6)
+    means = _steps(exchange, rank, steps, method=method, buckets=ONE_BUCKET)
+    residual = exchange.state_dict()["residual"]
+    worst = 0.0
+    for name in SHAPES:
+        given = sum(gradients_of(rank, step)[name] for step in steps)
+        pair = torch.stack(
+            [residual[name].view(-1) if name in residual else torch.zeros(given.numel()), given.view(-1)]
+        )
+        dist.all_reduce(pair)
+        received = sum(step[name] for step in means).view(-1)
+        worst = max(worst, float((received + pair[0] / 2 - pair[1] / 2).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", FEEDBACK)
+def test_error_feedback_loses_nothing(name):
+    assert max(run_ranks(_nothing_is_lost, 2, name)) < 2e-5
+
+
+def _mean_loss(ddp, world_size):
+    return sum(float(loss_of(ddp.module, rank, step)) for rank in range(world_size) for step in range(4)) / (
+        4 * world_size
+    )
+
+
+def _trained(rank, method, world_size):
+    ddp, exchange = wrap(ExchangeOptions(method, **METHODS[method]))
+    before = _mean_loss(ddp, world_size)
+    for _ in train(ddp, rank=rank, steps=range(40)):
+        pass
+    assert_equal_on_all_ranks(ddp)
+    assert len(bucket_names(exchange)) > 2
+    statistics = exchange.statistics()
+    exchange.close()
+    return before, _mean_loss(ddp, world_size), statistics.bytes_sent / statistics.dense_bytes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_trains_under_ddp_with_several_buckets(method, world_size):
+    before, after, share = run_ranks(_trained, world_size, method, world_size)[0]
+    assert after < 0.6 * before
+    assert share == 1 if method == "dense" else share < 0.8
+
+
+def _continued(rank, method):
+    """In one bucket, so that a new DDP cuts its first as an old one does."""
+    options = ExchangeOptions(method, **METHODS[method])
+    ddp, exchange = wrap(options, bucket_cap_mb=25)
+    for _ in train(ddp, rank=rank, steps=range(5)):
+        pass
+    state = [exchange.state_dict()]
+    dist.broadcast_object_list(state)
+    resumed, second = wrap(options, model=copy.deepcopy(ddp.module), bucket_cap_mb=25)
+    second.load_state_dict(state[0])
+    for ours, theirs in zip(
+        train(ddp, rank=rank, steps=range(5, 9)), train(resumed, rank=rank, steps=range(5, 9)), strict=True
+    ):
+        _same([ours], [theirs], tolerance=1e-6)
+    exchange.close()
+    second.close()
+
+
+def test_checkpoint_under_ddp_continues_alike(method):
+    run_ranks(_continued, 2, method)

@@ -56,7 +56,7 @@ def _crop_net(steps: int) -> pl.LightningModule:
 
 
 TASKS = {
-    "byte_lm": Task(_byte_gpt, lambda: StdlibBytesDataModule(64, 16), 3000, "val_bits_per_byte", False),
+    "byte_lm": Task(_byte_gpt, lambda: StdlibBytesDataModule(64, 16), 1200, "val_bits_per_byte", False),
     "digits": Task(lambda steps: DigitsCNN(), lambda: DigitsDataModule(), 1320, "val_accuracy", True),
     "photographs": Task(_crop_net, lambda: CropsDataModule(), 1200, "val_accuracy", True),
 }

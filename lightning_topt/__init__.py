@@ -2,15 +2,24 @@
 
     LightningModule + batch -> graph -> costs -> frontier -> plan -> execution -> plugins (what a Trainer takes) -> cli
 
-A stage may import what earlier stages produce, never what later ones do. Importing this package registers the strategy
-names ``"topt"``, ``"topt_fork"`` and ``"topt_spawn"`` with Lightning.
+A stage may import what earlier stages produce, never what later ones do; `communication` (the exchange of gradients) stands
+beside them. Importing this package registers the strategy names ``"topt"`` and ``"topt_compressed"`` with Lightning, each also
+with ``"_fork"`` and ``"_spawn"``.
 """
 
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
+from lightning_topt.plugins.local_steps import LocalStepsStrategy
 from lightning_topt.plugins.register import register_strategies
 
-__all__ = ["AutoParallelStrategy", "ParallelPlan", "register_strategies"]
+__all__ = [
+    "AutoParallelStrategy",
+    "CompressedDDPStrategy",
+    "LocalStepsStrategy",
+    "ParallelPlan",
+    "register_strategies",
+]
 __version__ = "0.1.0"
 
 register_strategies()

@@ -8,12 +8,15 @@ import lightning.pytorch as pl
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
+from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy
+from lightning_topt.communication import ExchangeOptions
+from lightning_topt.communication.options import METHODS
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 
 
 def choices(group: str) -> list[str]:
@@ -54,6 +57,33 @@ def test_every_strategy_is_taken_by_the_trainer(strategy):
     assert trainer.world_size == (1 if config.strategy == "auto" else 2)
 
 
+@pytest.mark.parametrize("exchange", choices("gradient_exchange"))
+def test_every_gradient_exchange_is_one(exchange):
+    config = composed("train", "strategy=topt_compressed", f"gradient_exchange={exchange}")
+    strategy = instantiate(config.strategy, _convert_="all")
+    local = exchange in ("diloco", "sparse_diloco")
+    assert isinstance(strategy, LocalStepsStrategy if local else CompressedDDPStrategy)
+    assert instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all").world_size == 2
+
+
+def test_every_method_of_exchange_has_a_configuration():
+    composed_methods = {
+        composed("train", "strategy=topt_compressed", f"gradient_exchange={name}").strategy.get("method")
+        for name in choices("gradient_exchange")
+    }
+    assert set(METHODS) <= composed_methods
+
+
+def test_gradient_exchange_values_are_overridden_like_any_other():
+    config = composed("train", "strategy=topt_compressed", "gradient_exchange=powersgd", "strategy.rank=4")
+    assert instantiate(config.strategy).options == ExchangeOptions(method="powersgd", rank=4)
+
+
+def test_gradient_exchange_belongs_to_topt_compressed():
+    with pytest.raises(HydraException, match="gradient_exchange"):
+        composed("train", "strategy=ddp", "gradient_exchange=powersgd")
+
+
 @pytest.mark.parametrize("name", [name for name in choices("cluster") if name != "measured"])
 def test_every_cluster_is_one(name):
     cluster = Cluster.load(conf_dir() / "cluster" / f"{name}.yaml")
@@ -70,6 +100,17 @@ def test_measured_means_none():
 def test_values_that_yaml_repeats_are_the_constructors():
     """A default is written once; where YAML shows it for orientation, the two must agree."""
     assert instantiate(composed("train").strategy, _convert_="all").request == AutoParallelStrategy().request
+    for name, options in (
+        ("topk", {}),
+        ("powersgd", {"method": "powersgd"}),
+        ("topk_bf16", {"value_dtype": "bfloat16"}),
+    ):
+        config = composed("train", "strategy=topt_compressed", f"gradient_exchange={name}")
+        assert instantiate(config.strategy, _convert_="all").options == ExchangeOptions(**options)
+    config = composed("train", "strategy=topt_compressed", "gradient_exchange=diloco")
+    assert (
+        instantiate(config.strategy, _convert_="all").options == LocalStepsStrategy(every=config.strategy.every).options
+    )
 
 
 def test_another_hydra_app_finds_our_groups(tmp_path):
@@ -85,6 +126,13 @@ def test_the_strategy_group_needs_no_cluster_group(tmp_path):
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         config = compose("app")
     assert OmegaConf.to_container(config, resolve=True)["strategy"]["cluster"] is None
+
+
+def test_another_hydra_app_finds_gradient_exchanges(tmp_path):
+    (tmp_path / "app.yaml").write_text("defaults:\n  - strategy: topt_compressed\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        config = compose("app", overrides=["gradient_exchange=sign"])
+    assert instantiate(config.strategy).options == ExchangeOptions(method="sign")
 
 
 def test_conf_dir_is_the_repository_or_the_package():

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_topt import AutoParallelStrategy
+from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy
 
 
 def run(code: str, **environment: str) -> str:
@@ -25,12 +25,18 @@ def run(code: str, **environment: str) -> str:
     return result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(("name", "start_method"), [("topt", "popen"), ("topt_fork", "fork"), ("topt_spawn", "spawn")])
-def test_names(name: str, start_method: str) -> None:
-    assert name in StrategyRegistry.available_strategies()
-    strategy = L.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
-    assert isinstance(strategy, AutoParallelStrategy) and isinstance(strategy, DDPStrategy)
+@pytest.mark.parametrize(("suffix", "start_method"), [("", "popen"), ("_fork", "fork"), ("_spawn", "spawn")])
+@pytest.mark.parametrize(("name", "kind"), [("topt", AutoParallelStrategy), ("topt_compressed", CompressedDDPStrategy)])
+def test_names(name: str, kind: type[DDPStrategy], suffix: str, start_method: str) -> None:
+    assert name + suffix in StrategyRegistry.available_strategies()
+    strategy = L.Trainer(strategy=name + suffix, accelerator="cpu", devices=2, logger=False).strategy
+    assert isinstance(strategy, kind) and isinstance(strategy, DDPStrategy)
     assert strategy._start_method == start_method
+
+
+def test_local_steps_have_no_name() -> None:
+    """How many local steps is for the user to say."""
+    assert not any("local" in name for name in StrategyRegistry.available_strategies())
 
 
 def test_environment_variable() -> None:
@@ -50,26 +56,34 @@ def test_class_path_in_lightnings_cli() -> None:
         """
         from lightning.pytorch.cli import LightningCLI
         from lightning.pytorch.demos.boring_classes import BoringModel
-        cli = LightningCLI(BoringModel, run=False, save_config_callback=None, args=[
-            "--trainer.strategy=lightning_topt.AutoParallelStrategy", "--trainer.strategy.memory_limit=1GiB",
-            "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"])
-        print("limit", cli.trainer.strategy.request.memory_limit)
+        def strategy(*args):
+            return LightningCLI(BoringModel, run=False, save_config_callback=None, args=[
+                *args, "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"]).trainer.strategy
+        planned = strategy(
+            "--trainer.strategy=lightning_topt.AutoParallelStrategy", "--trainer.strategy.memory_limit=1GiB")
+        print("limit", planned.request.memory_limit)
+        compressed = strategy(
+            "--trainer.strategy=lightning_topt.CompressedDDPStrategy", "--trainer.strategy.density=0.05",
+            "--trainer.strategy.exempt=[bias]")
+        print("density", compressed.options.density, compressed.options.exempt)
         """
     )
     assert f"limit {float(2**30)}" in output or f"limit {2**30}" in output
+    assert "density 0.05 ('bias',)" in output
 
 
 def test_pytorch_lightning_users_get_one_sentence() -> None:
     output = run(
         """
         import pytorch_lightning as pl, lightning_topt
-        try:
-            pl.Trainer(strategy="topt", accelerator="cpu", devices=2)
-        except ImportError as error:
-            print("SAYS", error)
+        for name in ("topt", "topt_compressed"):
+            try:
+                pl.Trainer(strategy=name, accelerator="cpu", devices=2)
+            except ImportError as error:
+                print("SAYS", error)
         """
     )
-    assert "SAYS lightning_topt supports `import lightning`" in output
+    assert output.count("SAYS lightning_topt supports `import lightning`") == 2
 
 
 def test_import_does_not_touch_import_torch() -> None:

@@ -1,0 +1,294 @@
+"""The Lightning strategy ``"topt_compressed"``: data parallelism for slow networks."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
+from lightning_topt.communication.options import READ_BY, ExchangeOptions, LinkCosts
+from lightning_topt.communication.topology import Topology
+from lightning_topt.plugins.ddp_parts import (
+    CHECKPOINT_KEY,
+    EXCHANGE_KEY,
+    checked_ddp_options,
+    destroy_process_group,
+    lost_peers,
+    refuse_momentum,
+    register_names,
+)
+from lightning_topt.plugins.exchange_monitor import add_monitor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CompressedDDPStrategy(DDPStrategy):
+    """Distributed data parallelism whose gradients travel compressed: ``Trainer(strategy="topt_compressed")``.
+
+    A `CompressedExchange` is registered on DDP, on every device. What was not sent yet (the residual) is part of checkpoints
+    and is redistributed when one is loaded on another number of ranks; such checkpoints load in plain ``ddp`` too. Bytes sent,
+    exposed seconds and the norm of the residual are logged by an `ExchangeMonitor`.
+
+    Args:
+        method, density, hierarchical, selection, value_dtype, error_feedback, momentum, warmup_steps, dense_steps, exempt,
+            rank, timeout_seconds, debug: as in `ExchangeOptions`.
+        link: `LinkCosts`, or a mapping of its fields: a bucket is sent whole where that is quicker.
+        nonfinite: as in `ExchangeOptions`; None: "skip" with a GradScaler (precision ``16-mixed``), "error" otherwise.
+        nodes, ranks_per_node: who shares a node, where it is not what the Trainer has as `num_nodes` and `devices`.
+        ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`, but for communication hooks.
+
+    Raises ValueError for wrong options, for an optimizer with momentum where the exchange has it (`momentum`), for ranks that
+    differ in their options; `PeerLostError` when a rank is gone; FloatingPointError for gradients that are not finite.
+    """
+
+    def __init__(
+        self,
+        *,
+        method: str = ExchangeOptions.method,
+        density: float = ExchangeOptions.density,
+        hierarchical: bool | None = ExchangeOptions.hierarchical,
+        selection: str = ExchangeOptions.selection,
+        value_dtype: str = ExchangeOptions.value_dtype,
+        error_feedback: bool = ExchangeOptions.error_feedback,
+        momentum: float = ExchangeOptions.momentum,
+        warmup_steps: int = ExchangeOptions.warmup_steps,
+        dense_steps: int = ExchangeOptions.dense_steps,
+        exempt: Sequence[str] = ExchangeOptions.exempt,
+        link: LinkCosts | Mapping[str, float] | None = ExchangeOptions.link,
+        rank: int = ExchangeOptions.rank,
+        nonfinite: str | None = None,
+        timeout_seconds: float = ExchangeOptions.timeout_seconds,
+        debug: bool = ExchangeOptions.debug,
+        nodes: int | None = None,
+        ranks_per_node: int | None = None,
+        **ddp_options: Any,
+    ) -> None:
+        super().__init__(
+            **{"gradient_as_bucket_view": True, **checked_ddp_options(ddp_options, strategy=type(self).__name__)}
+        )
+        self.options = ExchangeOptions(
+            method=method,
+            density=density,
+            hierarchical=hierarchical,
+            selection=selection,
+            value_dtype=value_dtype,
+            error_feedback=error_feedback,
+            momentum=momentum,
+            warmup_steps=warmup_steps,
+            dense_steps=dense_steps,
+            exempt=(exempt,) if isinstance(exempt, str) else tuple(exempt),
+            link=LinkCosts(**link) if isinstance(link, Mapping) else link,
+            rank=rank,
+            nonfinite="error" if nonfinite is None else nonfinite,
+            timeout_seconds=timeout_seconds,
+            debug=debug,
+        )
+        for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} is at least 1, got {size}")
+        self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
+        self.exchange: CompressedExchange | None = None
+
+    # ---- life cycle -----------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        atexit.register(destroy_process_group)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            add_monitor(trainer)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"gradients of sharded parameters cannot be exchanged compressed, and {name} is sharded (by fully_shard "
+                    'or tensor parallelism): leave it whole, or take strategy="topt"'
+                )
+            if parameter.requires_grad and parameter.dtype not in DTYPES:
+                raise ValueError(
+                    f"gradients of float32, bfloat16 and float16 parameters can be exchanged compressed, and {name} is "
+                    f"{parameter.dtype}: choose another precision, or Lightning's own ddp"
+                )
+        return super()._setup_model(model)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them on gloo too.
+        assert isinstance(self.model, DistributedDataParallel)
+        self._close()
+        topology = make_topology(
+            nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank, trainer_nodes=self.num_nodes,
+            world_size=self.world_size,
+        )  # fmt: skip
+        exchange = CompressedExchange(self._options_for_precision(), topology=topology, device=self.root_device)
+        exchange.register(self.model)
+        atexit.register(exchange.close)
+        self.exchange = exchange
+
+    def _options_for_precision(self) -> ExchangeOptions:
+        scales = self._scaler is not None
+        if self._nonfinite == "skip" and not scales:
+            raise ValueError(
+                'nonfinite="skip" makes gradients NaN so that a GradScaler skips the step; precision '
+                f'{self.precision_plugin.precision} has none and would train on NaN: leave it out, or use precision="16-mixed"'
+            )
+        return replace(self.options, nonfinite=self._nonfinite or ("skip" if scales else "error"))
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.options.momentum:
+            refuse_momentum(self.optimizers)
+        holds_back = self.options.error_feedback and self.options.method in READ_BY["error_feedback"]
+        if len(self.optimizers) > 1 and holds_back:
+            rank_zero_warn(
+                "gradients of several optimizers are exchanged together in every backward pass: what it sends for parameters "
+                "whose gradients are then zeroed and not applied is lost (error_feedback=False holds nothing back)"
+            )
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self.exchange is not None and (lost := lost_peers(exception, self.exchange.monitor)):
+            exception.args = lost.args
+        self._close()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        # Otherwise it stays open, for checkpoints after the fit, until the next fit or the end of the process.
+        if self._start_method != "popen":
+            self._close()
+        super().teardown()
+
+    def _close(self) -> None:
+        if self.exchange is not None:
+            atexit.unregister(self.exchange.close)
+            self.exchange.close()
+            self.exchange = None
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _scaler(self) -> Any:
+        """The GradScaler of precision ``16-mixed``, None for all others."""
+        return getattr(self.precision_plugin, "scaler", None)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._own_errors():  # DDP hands out the buckets of unused parameters in its forward pass
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.exchange is not None and self._scaler is not None:
+            self.exchange.loss_scale = self._scaler.get_scale()
+        with self._own_errors():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @contextmanager
+    def _own_errors(self) -> Generator[None, None, None]:
+        """Autograd and DDP may wrap an error of the hook in one of their own: raise the one that says what happened."""
+        try:
+            yield
+        except Exception as error:
+            reason = None if self.exchange is None else self.exchange.error or lost_peers(error, self.exchange.monitor)
+            if reason is None or error is reason:
+                raise
+            raise reason from error
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # A scaler lowers its scale exactly when it has skipped the step.
+        if (
+            self.exchange is not None
+            and self._scaler is not None
+            and self._scaler.get_scale() < self.exchange.loss_scale
+        ):
+            self.exchange.step_skipped()
+        return output
+
+    def exchange_statistics(self) -> ExchangeStatistics | None:
+        """What was exchanged since the last call; None outside of a fit."""
+        return None if self.exchange is None else self.exchange.statistics(reset=True)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        # All ranks come here. After an exception the others may be anywhere: a collective call could wait for them.
+        whole = self.exchange is not None and "optimizer_states" in checkpoint
+        if whole and self.lightning_module is not None and not self.lightning_module.trainer.interrupted:
+            assert self.exchange is not None
+            checkpoint.setdefault(CHECKPOINT_KEY, {})[EXCHANGE_KEY] = self.exchange.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
+        if state is None or self.exchange is None:
+            return
+        if state["method"] != self.options.method:
+            rank_zero_warn(
+                f"the checkpoint's gradients were exchanged by method={state['method']!r}; {self.options.method!r} starts "
+                "without what that held back"
+            )
+            return
+        self.exchange.load_state_dict(state)
+
+    # ---- registration ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        register_names(
+            "topt_compressed", cls, registry=strategy_registry, description="Data parallelism with compressed gradients"
+        )
+
+
+def make_topology(
+    *, nodes: int | None, ranks_per_node: int | None, rank: int, trainer_nodes: int, world_size: int
+) -> Topology:
+    """The topology given, completed where one of its two numbers is missing; the Trainer's where both are.
+
+    Raises ValueError where it has not `world_size` ranks.
+    """
+    given = f"nodes={nodes} and ranks_per_node={ranks_per_node}"
+    if nodes is None and ranks_per_node is None:
+        nodes = trainer_nodes
+    ranks_per_node = ranks_per_node or world_size // (nodes or 1)
+    nodes = nodes or world_size // ranks_per_node
+    if nodes * ranks_per_node != world_size:
+        raise ValueError(
+            f"the world size is {world_size}, which is not nodes x ranks_per_node: {given}; give numbers that fit, or "
+            "neither, for those of the Trainer"
+        )
+    return Topology(nodes, ranks_per_node, rank)

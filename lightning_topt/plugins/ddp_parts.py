@@ -1,0 +1,81 @@
+"""What our strategies that exchange gradients or parameters share: DDP's options checked, lost peers named, the end."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_topt.communication.peers import PeerLostError, PeerMonitor
+
+CHECKPOINT_KEY, EXCHANGE_KEY = "lightning_topt", "gradient_exchange"
+HOOK_OPTIONS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
+LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|timed out|timeout|remote process exited|NCCL", re.IGNORECASE
+)
+
+
+def checked_ddp_options(options: dict[str, Any], *, strategy: str, wraps: bool = True) -> dict[str, Any]:
+    """`options`, each of which `DDPStrategy` takes, or `DistributedDataParallel` where the strategy `wraps` in one.
+
+    Raises ValueError for options that bring a communication hook, TypeError for one that nobody takes.
+    """
+    for name in HOOK_OPTIONS:
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{strategy} exchanges gradients in its own way, which {name} would replace: leave {name} out, or use "
+                "Lightning's DDPStrategy with it"
+            )
+    known = {
+        name
+        for owner in (DDPStrategy, DistributedDataParallel)[: 1 + wraps]
+        for name, parameter in inspect.signature(owner.__init__).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    } - {"self", "module", "device_ids", *HOOK_OPTIONS}
+    if unknown := sorted(set(options) - known):
+        raise TypeError(f"{strategy} does not take {unknown[0]!r}; DDP's own options are {sorted(known)}")
+    return options
+
+
+def register_names(name: str, strategy: type[DDPStrategy], *, registry: Any, description: str) -> None:
+    """Register `name`, and ``name_fork`` and ``name_spawn`` for other ways to start ranks."""
+    for suffix, start_method in (("", "popen"), ("_fork", "fork"), ("_spawn", "spawn")):
+        registry.register(
+            f"{name}{suffix}",
+            strategy,
+            override=True,
+            description=f"{description}; ranks start by `{start_method}`",
+            start_method=start_method,
+        )
+
+
+def lost_peers(error: BaseException, monitor: PeerMonitor) -> PeerLostError | None:
+    """Who is gone, if `error` is of a collective (also Lightning's or the user's) that lost its connection."""
+    if not isinstance(error, RuntimeError) or isinstance(error, PeerLostError) or not LOST.search(str(error)):
+        return None
+    return monitor.diagnose(error)
+
+
+def refuse_momentum(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError for an optimizer with momentum: the exchanged gradient has it already."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name, own in (("momentum", group.get("momentum")), ("betas", (group.get("betas") or (0,))[0])):
+                if own:
+                    raise ValueError(
+                        f"the exchange corrects momentum (momentum=...), and {type(optimizer).__name__} has its own "
+                        f"({name}={group[name]}), which would be applied twice: set that to 0 in configure_optimizers "
+                        "(Adam: betas=(0, ...)), or leave the strategy's momentum at 0"
+                    )
+
+
+def destroy_process_group() -> None:
+    """For `atexit`: Lightning does this for NCCL only; threads of a gloo group that outlives the interpreter can abort it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

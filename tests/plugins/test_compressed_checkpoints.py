@@ -1,0 +1,204 @@
+"""Residuals in checkpoints: a resumed run is the uninterrupted one, also on another number of ranks as far as that can be."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor
+
+from lightning_topt import CompressedDDPStrategy, LocalStepsStrategy
+from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, make_trainer, on_ranks
+
+State = dict[str, Any]
+
+
+class Recording(RecordingGPT):
+    """SGD, so that nothing hides a lost gradient; keeps the exchange's state of the first moment of a fit."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.lr = lr
+        self.at_start: State = {}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def on_train_start(self) -> None:
+        exchange = getattr(self.trainer.strategy, "exchange", None)
+        if exchange is not None:
+            self.at_start = exchange.state_dict()
+
+
+def fit(strategy: Strategy, *, epochs: int, resume: Path | None = None, save: Path | None = None, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    module = Recording()
+    trainer = make_trainer(
+        strategy,
+        devices=dist.get_world_size(),
+        max_epochs=epochs,
+        limit_train_batches=4,
+        accumulate_grad_batches=1,
+        **kwargs,
+    )
+    trainer.fit(module, OwnShare(8), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module
+
+
+def saved_state(path: Path) -> State:
+    state: State = torch.load(path, weights_only=True)["lightning_topt"]["gradient_exchange"]
+    return state
+
+
+def resumed(rank: int, folder: Path, options: dict[str, Any]) -> tuple[list[float], list[float], bool]:
+    path = folder / "one.ckpt"
+    whole = fit(CompressedDDPStrategy(**options), epochs=3)
+    first = fit(CompressedDDPStrategy(**options), epochs=1, save=path)
+    second = fit(CompressedDDPStrategy(**options), epochs=3, resume=path)
+    equal = all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+    return whole.losses, first.losses + second.losses, equal
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"density": 0.1},
+        {"density": 0.1, "momentum": 0.9, "value_dtype": "bfloat16", "warmup_steps": 8},
+        {"density": 0.1, "hierarchical": True, "nodes": 2, "momentum": 0.5},
+        {"method": "powersgd"},
+        {"method": "sign"},
+        {"method": "bf16"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[str, Any]) -> None:
+    for whole, parts, equal in on_ranks(resumed, tmp_path, options):
+        assert len(whole) == 12 and parts == whole and equal
+
+
+def test_a_resumed_run_of_several_shards_is_nearly_the_uninterrupted_one(tmp_path: Path) -> None:
+    """DDP lays its buckets anew after its first step, so that step chooses among other shards of the bucket."""
+    for whole, parts, _ in on_ranks(resumed, tmp_path, {"density": 0.1, "hierarchical": True}):
+        assert parts == pytest.approx(whole, rel=1e-3) and parts[:5] == whole[:5]
+
+
+def forgetful(rank: int, folder: Path) -> bool:
+    """Whether a run that resumes without its residuals ends elsewhere: else the test above could not fail."""
+    path = folder / "one.ckpt"
+    fit(CompressedDDPStrategy(density=0.1), epochs=1, save=path)
+    with_residual = fit(CompressedDDPStrategy(density=0.1), epochs=3, resume=path)
+    dist.barrier()
+    if rank == 0:
+        checkpoint = torch.load(path, weights_only=True)
+        del checkpoint["lightning_topt"]
+        torch.save(checkpoint, path)
+    dist.barrier()
+    without = fit(CompressedDDPStrategy(density=0.1), epochs=3, resume=path)
+    return with_residual.losses == without.losses
+
+
+def test_checkpoints_without_residuals_start_at_zero(tmp_path: Path) -> None:
+    assert on_ranks(forgetful, tmp_path) == [False, False]
+
+
+# ---- other numbers of ranks -----------------------------------------------------------------------------------------
+
+
+def first_part(rank: int, path: Path, options: dict[str, Any]) -> None:
+    fit(CompressedDDPStrategy(**options), epochs=1, save=path)
+
+
+def second_part(rank: int, path: Path, options: dict[str, Any]) -> State:
+    module = fit(CompressedDDPStrategy(**options), epochs=2, resume=path)
+    assert len(module.losses) > 0
+    return module.at_start
+
+
+def mean(states: list[State], kind: str = "residual") -> dict[str, Tensor]:
+    return {name: torch.stack([state[kind][name] for state in states]).mean(0) for name in states[0][kind]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "after"),
+    [
+        ((2, 4), {}, {}),
+        ((4, 2), {}, {}),
+        ((4, 2), {"nodes": 2}, {}),  # of two nodes to two ranks
+        ((2, 4), {}, {"nodes": 2}),
+    ],
+)
+def test_other_world_size_keeps_the_mean_pending_gradient(
+    tmp_path: Path, ranks: tuple[int, int], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    path = tmp_path / "one.ckpt"
+    on_ranks(first_part, path, {"density": 0.1, **before}, world_size=ranks[0])
+    loaded = on_ranks(second_part, path, {"density": 0.1, **after}, world_size=ranks[1])[0]
+    saved = saved_state(path)
+    assert len(saved["ranks"]) == before.get("nodes", ranks[0]) and len(loaded["ranks"]) == after.get("nodes", ranks[1])
+    expected, found = mean(saved["ranks"]), mean(loaded["ranks"])
+    assert any(value.abs().max() > 0 for value in expected.values())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].view(-1), value.view(-1))
+
+
+# ---- other strategies -----------------------------------------------------------------------------------------------
+
+
+def portable(rank: int, folder: Path) -> list[int]:
+    ours, theirs = folder / "ours.ckpt", folder / "theirs.ckpt"
+    fit(CompressedDDPStrategy(density=0.1), epochs=1, save=ours)
+    fit(DDPStrategy(), epochs=1, save=theirs)
+    steps = []
+    for strategy, path in (
+        (DDPStrategy(), ours),
+        (CompressedDDPStrategy(density=0.1), theirs),
+        (LocalStepsStrategy(every=2), theirs),
+    ):
+        steps.append(len(fit(strategy, epochs=2, resume=path).losses))
+    for strategy in (CompressedDDPStrategy(method="powersgd"), LocalStepsStrategy(every=2)):
+        warns = pytest.warns(UserWarning, match="without what that held back")
+        with warns if rank == 0 else nullcontext():
+            steps.append(len(fit(strategy, epochs=2, resume=ours).losses))
+    return steps
+
+
+def test_checkpoints_of_and_for_other_strategies(tmp_path: Path) -> None:
+    assert on_ranks(portable, tmp_path) == [[4] * 5] * 2
+
+
+# ---- when checkpoints are saved -------------------------------------------------------------------------------------
+
+
+class Interrupted(Recording):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise MemoryError("on all ranks")
+
+
+def callbacks(rank: int, folder: Path) -> None:
+    during = ModelCheckpoint(folder / "during", every_n_train_steps=3, save_top_k=-1)
+    light = ModelCheckpoint(folder / "light", every_n_train_steps=2, save_weights_only=True)
+    fit(CompressedDDPStrategy(density=0.1), epochs=1, callbacks=[during, light], enable_checkpointing=True)
+    on_error = OnExceptionCheckpoint(folder, "error")
+    trainer = make_trainer(
+        CompressedDDPStrategy(density=0.1), devices=2, callbacks=[on_error], enable_checkpointing=True
+    )
+    with pytest.raises(MemoryError):
+        trainer.fit(Interrupted(), OwnShare(8))
+
+
+def test_residuals_are_saved_during_a_fit_but_not_with_weights_alone_or_after_an_error(tmp_path: Path) -> None:
+    on_ranks(callbacks, tmp_path)
+    (during,) = (tmp_path / "during").glob("*.ckpt")
+    state = saved_state(during)
+    assert state["step"] == 3 and len(state["ranks"]) == 2
+    for path in (*(tmp_path / "light").glob("*.ckpt"), tmp_path / "error.ckpt"):
+        assert "lightning_topt" not in torch.load(path, weights_only=False)

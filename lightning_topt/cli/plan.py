@@ -63,6 +63,7 @@ def run(config: DictConfig) -> None:
         graph,
         cluster=costs.cluster,
         optimizer=costs.optimizer,
+        exchanges=strategy.request.allowed.candidates,
         kernel_seconds=costs.kernel_seconds,
         device_counts=tuple(config.device_counts or [trainer.world_size]),
         global_batch_size=samples * trainer.world_size,

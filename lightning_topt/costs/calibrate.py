@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ def calibrate(*, device: torch.device | str = "cpu", num_nodes: int = 1, budget_
 
     Half of the time goes to collectives of 4 KiB to 64 MiB over all ranks, as many sizes as it allows; the rest to
     matrix products per dtype, memory bandwidth, the cost of a small operator, and to what an all_reduce hides behind
-    matrix products. `num_nodes` is how many machines the ranks are on.
+    matrix products. `num_nodes` is how many machines the ranks are on; of several with several ranks each, the link inside
+    is measured as well.
 
     Raises ValueError unless the ranks can be spread evenly over that many nodes.
     """
@@ -48,14 +50,18 @@ def calibrate(*, device: torch.device | str = "cpu", num_nodes: int = 1, budget_
         raise ValueError(f"{world_size} ranks cannot be spread evenly over {num_nodes} nodes")
     measured = measure_device(device, budget_seconds=budget_seconds * 0.35)
     curves = measure_collectives(device, num_nodes=num_nodes, budget_seconds=budget_seconds * 0.5)
-    link = _fit_link(curves, world_size)
+    intra = inter = _fit_link(curves, world_size)
+    local = world_size // num_nodes
+    if num_nodes > 1 and local > 1:
+        intra = _measure_node_link(device, ranks_per_node=local, budget_seconds=0.1 * budget_seconds)
+        inter = Link(inter.latency_seconds, inter.bandwidth / local)  # the ring had the whole network of a node
     return Cluster(
         name=f"measured_{platform.node() or 'here'}",
         device=measured,
-        devices_per_node=world_size // num_nodes,
+        devices_per_node=local,
         num_nodes=num_nodes,
-        intra=link,
-        inter=link if num_nodes > 1 else None,
+        intra=intra,
+        inter=inter if num_nodes > 1 else None,
         collectives=curves,
         overlap=_measure_overlap(device, budget_seconds=budget_seconds * 0.15),
         backend=dist.get_backend() if world_size > 1 else ("gloo" if device.type == "cpu" else "nccl"),
@@ -204,6 +210,22 @@ def _measure_overlap(device: torch.device, *, budget_seconds: float) -> float:
     times = [[time_once(call, device=device) for call in (exchange, compute, both)] for _ in range(repeats)]
     hidden = min((alone + computing - together) / min(alone, computing) for alone, computing, together in times)
     return float(np.clip(_average([hidden])[0], 0.0, 1.0))
+
+
+def _measure_node_link(device: torch.device, *, ranks_per_node: int, budget_seconds: float) -> Link:
+    """The link inside a node, from all_reduces of two sizes among its ranks, in all nodes at once."""
+    ranks = range(_world_size())
+    nodes = [dist.new_group(list(ranks[first : first + ranks_per_node])) for first in ranks[::ranks_per_node]]
+    own, deadline = nodes[dist.get_rank() // ranks_per_node], time.perf_counter() + budget_seconds
+    points: dict[float, float] = {}
+    for size in (_SIZES[0], _SIZES[3]):
+        tensor = torch.ones(size // 4, device=device)
+        call = partial(dist.all_reduce, tensor, group=own)
+        points[float(size)] = _time_together(call, device=device, deadline=deadline)
+    dist.destroy_process_group(own)
+    seconds = np.maximum.accumulate(list(points.values()))
+    curve = CollectiveCurve(tuple(points), tuple(float(value) for value in seconds))
+    return _fit_link({("all_reduce", "intra", ranks_per_node): curve}, ranks_per_node)
 
 
 def _fit_link(curves: Mapping[CurveKey, CollectiveCurve], world_size: int) -> Link:

@@ -10,6 +10,8 @@ per rank of the slowest link that the ring crosses:
     broadcast       ceil(log2 N) a + V / b       ring_seconds         pipelined, large messages (same, section 4.3)
     N ranks on m nodes, n per node:              ring_seconds         a ring visits the nodes one after another: all
     b = min(b_intra, n b_inter), a = a_inter                          n network cards of a node carry parallel rings
+    n rings at once, each of one rank per node:  estimate_across_seconds   every ring has one rank's share of the network
+    b = b_inter, a = a_inter
 
 torch's gloo does not follow them (its reduce_scatter moves as many bytes as an all_reduce): calibrate there.
 """
@@ -36,6 +38,17 @@ def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, world
     if curve is not None:
         return curve.seconds_at(size)
     return ring_seconds(op, size=size, world_size=world_size, link=bottleneck_link(cluster, world_size=world_size))
+
+
+def estimate_across_seconds(cluster: Cluster, *, op: str, size: float, num_nodes: int) -> float:
+    """Seconds of `op` between `num_nodes` nodes, by all devices of a node at once: each with its peers, on `size` bytes.
+
+    Peers are the devices with equal position in their nodes. 0 for one node or no bytes.
+    """
+    if num_nodes == 1 or size <= 0:
+        return 0.0
+    assert cluster.inter is not None
+    return ring_seconds(op, size=size, world_size=num_nodes, link=cluster.inter)
 
 
 def check_world_size(cluster: Cluster, *, world_size: int) -> None:

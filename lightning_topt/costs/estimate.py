@@ -1,8 +1,8 @@
 """OpGraph x Cluster x OptimizerProfile -> CostTable: every configuration of every block, in seconds and bytes.
 
 A table covers one *family* at one number of ranks: ``"replicated"`` (ZeRO 0 and 1, mixed freely over blocks) or
-``"sharded"`` (ZeRO 2 and 3); whoever wants several of them asks several times and unites the frontiers. `explain` takes
-one plan apart: what its seconds are spent on, and what is in memory at each moment.
+``"sharded"`` (ZeRO 2 and 3), the former with one way to exchange gradients; whoever wants several asks several times and
+unites the frontiers. `explain` takes one plan apart: what its seconds are spent on, and what is in memory at each moment.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from functools import cached_property
 
 import numpy as np
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.columns import needed_columns
 from lightning_topt.costs.communication import check_world_size
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.cost_table import Array, CostTable, OperatorCosts
+from lightning_topt.costs.exchange import ExchangeModel, make_exchange_model
 from lightning_topt.costs.memory import (
     FAMILIES,
     REBUILD,
@@ -69,9 +71,10 @@ class StepModel:
         batch_size: samples per rank (not the global batch).
         family: ``"replicated"`` or ``"sharded"``.
         kernel_seconds: measured seconds of kernels at ``graph.batch_size`` (`measure_kernels`); they beat the formulas.
+        exchange: how whole gradients are exchanged (one of `legal_exchanges`); None: by an all-reduce.
 
     Raises ValueError for more ranks than the cluster has devices, a family that does not exist or that the optimizer
-    forbids, and a batch smaller than one sample.
+    forbids, a batch smaller than one sample, and an exchange that these ranks or the sharded family cannot have.
     """
 
     graph: OpGraph
@@ -81,6 +84,7 @@ class StepModel:
     batch_size: float
     family: str = "replicated"
     kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
+    exchange: ExchangeOptions | None = None
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.data_parallel_size)
@@ -93,19 +97,31 @@ class StepModel:
                 f"sharded plans (ZeRO 2 and 3) need several ranks and an elementwise optimizer; here are "
                 f"{self.data_parallel_size} rank(s) and {self.optimizer.name}. Use family='replicated'"
             )
+        if self.exchange is not None and self.family != "replicated":
+            raise ValueError("only whole gradients (family='replicated') can be exchanged compressed")
+        _ = self._exchange  # raises
+
+    @cached_property
+    def _exchange(self) -> ExchangeModel | None:
+        if self.exchange is None:
+            return None
+        ranks = self.data_parallel_size
+        return make_exchange_model(self.exchange, graph=self.graph, cluster=self.cluster, world_size=ranks)
 
     @cached_property
     def time(self) -> StepTime:
         """Its seconds."""
         ranks, kernels = self.data_parallel_size, self.kernel_seconds
-        return StepTime(self.graph, self.cluster, self.optimizer, self.family, self.batch_size, ranks, kernels)
+        common = self.graph, self.cluster, self.optimizer, self.family, self.batch_size, ranks
+        return StepTime(*common, kernels, self._exchange)
 
     @cached_property
     def memory(self) -> StepMemory:
         """Its bytes."""
-        backend, process_bytes = self.cluster.backend, self.cluster.device.process_bytes
-        ranks = self.data_parallel_size
-        return StepMemory(self.graph, self.optimizer, self.family, self.batch_size, ranks, backend, process_bytes)
+        backend, ranks, exchange = self.cluster.backend, self.data_parallel_size, self._exchange
+        process_bytes = self.cluster.device.process_bytes + (exchange.process_bytes if exchange else 0)
+        common = self.graph, self.optimizer, self.family, self.batch_size, ranks
+        return StepMemory(*common, backend, process_bytes, exchange)
 
 
 def legal_families(optimizer: OptimizerProfile, *, data_parallel_size: int) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ lifetimes under each configuration are all that the search needs.
     whole parameters and gradients (DDP)    replicated_lifetimes    Rajbhandari et al., arXiv 1910.02054, section 5
     shards of them (FSDP2)                  sharded_lifetimes       same
     whole gradients before reduce_scatter   gradient_lifetimes      torch 2.13 `_fsdp_param_group.py`, `post_backward`
-    gathered parameters and flat buffers    gathered_lifetimes      same, `wait_for_unshard`, `_backward_prefetch`
+    compressed exchange of gradients        exchange_lifetimes      `exchange_work`
+    gathered parameters and flat buffers    gathered_lifetimes      same file, `wait_for_unshard`, `_backward_prefetch`
 
 Symbols: k segment of the forward pass, N ranks, P parameter bytes, G gradient bytes, S optimizer state bytes.
 """
@@ -24,6 +25,7 @@ import numpy as np
 
 from lightning_topt.communication.collectives import CHUNK_ELEMENTS
 from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.exchange import ExchangeModel
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.segments import Segments, locate
 from lightning_topt.costs.sizes import ROOT, gradient_bytes, padded_bytes, parameter_bytes, shard_bytes, shard_share
@@ -50,7 +52,7 @@ class Lifetime:
 @dataclass(frozen=True)
 class StepMemory:
     """What the memory of every block depends on: `family` is ``"replicated"`` (ZeRO 0, 1) or ``"sharded"`` (2, 3),
-    `backend` torch.distributed's and `process_bytes` the device's (see `Cluster`), `batch_size` samples per rank.
+    `backend` and `process_bytes` as in `Cluster`, `batch_size` samples per rank, `exchange` as in `StepTime`.
     """
 
     graph: OpGraph
@@ -60,6 +62,7 @@ class StepMemory:
     world_size: int
     backend: str = "nccl"
     process_bytes: int = 0
+    exchange: ExchangeModel | None = None
 
     @cached_property
     def segments(self) -> Segments:
@@ -114,6 +117,7 @@ def block_lifetimes(step: StepMemory, *, block: str, stage: int, recompute: bool
     lifetimes = [*activation_lifetimes(step, block=block, recompute=recompute)]
     if step.family == "replicated":
         lifetimes += replicated_lifetimes(step, block=block, state_bytes=state_bytes)
+        lifetimes += exchange_lifetimes(step, block=block)
     else:
         lifetimes += sharded_lifetimes(step, block=block)
         lifetimes += gathered_lifetimes(step, block=block, stage=stage)
@@ -185,6 +189,15 @@ def replicated_lifetimes(step: StepMemory, *, block: str, state_bytes: float) ->
     for kind, size in sizes.items():
         yield Lifetime(kind, size, step.moments[0], STEP)
     yield Lifetime("gradients", sizes["gradients"], REBUILD, REBUILD)
+
+
+def exchange_lifetimes(step: StepMemory, *, block: str) -> Iterator[Lifetime]:
+    """What it holds back from the second backward on; its buffers, all in flight to the end on a slow network."""
+    if step.exchange is not None and step.segments.count:
+        work = step.exchange.work[block]
+        yield Lifetime("held-back gradients", work.kept_bytes, step.after(REBUILD), STEP)
+        spans = [step.segments.of_parameter[p.name][0] for p in step.graph.block_parameters(block) if p.trainable]
+        yield Lifetime("exchange buffers", work.buffer_bytes, ("backward", min(spans, default=0)), ("backward", 0))
 
 
 def loose_gradient_lifetimes(step: StepMemory) -> Iterator[Lifetime]:

@@ -12,6 +12,8 @@ network, one exchange after another (background).
     forward           all forward + foreground, or all background         forward_seconds
                       + the last forward (gathers run ahead)
     update            optimizer over owned elements + broadcasts          Step.update_seconds
+    compressed        the exchange's worker, divided as above, and its    _reduce_seconds, `exchange`
+                      work on the device, which is all foreground
 
 A path of the step is a forward part, a backward part and the update; the backward paths are exact for one network that
 serves exchanges in the order in which they become ready (the tests simulate it). Under gloo FSDP2's exchanges block:
@@ -30,6 +32,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import estimate_collective_seconds
 from lightning_topt.costs.compute import KernelKey, estimate_kernels_seconds
 from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.exchange import ExchangeModel
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.segments import Segments, locate
 from lightning_topt.costs.sizes import ROOT, gradient_bytes, padded_bytes, parameter_bytes, shard_share
@@ -63,7 +66,10 @@ class BlockTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """What the seconds of every block depend on. `kernel_seconds` are measurements at ``graph.batch_size``."""
+    """What the seconds of every block depend on. `kernel_seconds` are measurements at ``graph.batch_size``.
+
+    `exchange` is that of gradients in the replicated family; None: an all-reduce.
+    """
 
     graph: OpGraph
     cluster: Cluster
@@ -72,6 +78,7 @@ class StepTime:
     batch_size: float
     world_size: int
     kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
+    exchange: ExchangeModel | None = None
 
     @cached_property
     def segments(self) -> Segments:
@@ -149,12 +156,14 @@ def estimate_block_time(step: StepTime, *, block: str, config: OpConfig) -> Bloc
     recompute = forward.sum() if config.recompute else 0.0
     parameters = step.graph.block_parameters(block)
     if step.family == "replicated":
-        gathers, reduce, copy = (0.0, 0.0), _all_reduce_seconds(step, parameters), 0.0
+        gathers, copy = (0.0, 0.0), 0.0
+        reduce, on_device = _reduce_seconds(step, block, parameters)
         update = 0.0 if stage else sum(step.update_seconds(p) for p in parameters)
     else:
         gathers, reduce, copy = _sharded_seconds(step, parameters, stage)
+        on_device = 0.0
         update = sum(step.update_seconds(p, share=shard_share(p, step.world_size)) for p in parameters)
-    copies = step.copy_seconds(sum(map(gradient_bytes, parameters)))  # into DDP's bucket, or the flat buffer
+    on_device += step.copy_seconds(sum(map(gradient_bytes, parameters)))  # into DDP's bucket, or the flat buffer
     # Nothing runs beside the root's gather, which comes first.
     beside = (0.0 if block == ROOT else step.overlap), step.overlap
     return BlockTime(
@@ -167,7 +176,7 @@ def estimate_block_time(step: StepTime, *, block: str, config: OpConfig) -> Bloc
             (1 - beside[1]) * gathers[1] + (copy if gathers[1] else 0.0),
         ),
         gather_background=(beside[0] * gathers[0], beside[1] * gathers[1]),
-        reduce_foreground=(1 - step.overlap) * reduce + copies,
+        reduce_foreground=(1 - step.overlap) * reduce + on_device,
         reduce_background=step.overlap * reduce,
         update=float(update),
         broadcast=_broadcast_seconds(step, parameters) if stage == 1 else 0.0,
@@ -205,8 +214,11 @@ def backward_seconds(time: BlockTime, *, kind: str, k: int) -> float:
     return before + (time.reduce_background if time.ready <= k else 0.0)
 
 
-def _all_reduce_seconds(step: StepTime, parameters: list[Parameter]) -> float:
-    return step.collective_seconds("all_reduce", sum(map(gradient_bytes, parameters)))
+def _reduce_seconds(step: StepTime, block: str, parameters: list[Parameter]) -> tuple[float, float]:
+    """Seconds of the exchange of gradients: (of which a share runs beside computation, in the way of it)."""
+    if step.exchange is not None:
+        return step.exchange.worker_seconds(block), step.exchange.device_seconds(block)
+    return step.collective_seconds("all_reduce", sum(map(gradient_bytes, parameters))), 0.0
 
 
 def _sharded_seconds(

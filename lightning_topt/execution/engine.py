@@ -9,6 +9,7 @@ A plain object that knows torch, not Lightning; ten lines of plain PyTorch drive
     for batch in loader:
         model(batch).backward(); optimizer.step(); optimizer.zero_grad()
     engine.release()                             # the module is whole again
+    engine.close()                               # once `exchange_state` is saved, where the plan has a gradient exchange
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,13 +27,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.communication.topology import Topology
 from lightning_topt.execution import full_state
+from lightning_topt.execution.blocks import check_blocks, owners_of, recomputed_blocks
 from lightning_topt.execution.checkpointing import apply_recomputation, remove_recomputation
 from lightning_topt.execution.mesh import build_mesh, check_world_size
 from lightning_topt.execution.owned_step import install_owned_step, remove_owned_step
 from lightning_topt.execution.sharded import Sharding, broadcast_buffers
-from lightning_topt.graph.ownership import assign_owners
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.parallel_plan import ParallelPlan
 
 State = dict[str, Any]
 
@@ -44,6 +49,7 @@ class Engine(ABC):
         check_blocks(plan, module)
         self.plan, self.module, self.device = plan, module, device
         self.optimizers: list[Optimizer] = []
+        self.exchange: CompressedExchange | None = None  # of the plan's gradients, once parallelized
 
     @abstractmethod
     def parallelize(self) -> nn.Module:
@@ -85,9 +91,30 @@ class Engine(ABC):
     def release(self) -> None:
         """Undo `parallelize` and `attach_optimizers`: the module is whole and plain on every rank."""
 
+    def exchange_state(self) -> State | None:
+        """What the gradient exchange holds back on all ranks, whole on rank 0, also after `release`; None without one.
+
+        A collective call.
+        """
+        return None if self.exchange is None else self.exchange.state_dict()
+
+    def load_exchange_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what rank 0 saved, given to all ranks. Raises ValueError for the state of another method or model."""
+        assert self.exchange is not None, "the plan has no gradient exchange"
+        self.exchange.load_state_dict(state)
+
+    def close(self) -> None:
+        """End what outlives `release`: the thread and the memory of the gradient exchange."""
+        if self.exchange is not None:
+            self.exchange.close()
+            self.exchange = None
+
 
 class ReplicatedEngine(Engine):
-    """Whole gradients on every rank (ZeRO stages 0 and 1), through torch's DistributedDataParallel."""
+    """Whole gradients on every rank (ZeRO stages 0 and 1), through torch's DistributedDataParallel.
+
+    Where the plan has a gradient exchange, that is its communication hook; see `build_engine`.
+    """
 
     def __init__(
         self,
@@ -96,9 +123,12 @@ class ReplicatedEngine(Engine):
         *,
         device: torch.device,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
+        topology: Topology | None = None,
+        nonfinite: str = "error",
     ) -> None:
         super().__init__(plan, module, device=device)
         self._wrap = wrap or self._wrap_ddp
+        self._topology, self._nonfinite = topology, nonfinite
         self._owners: dict[Tensor, int] = {}
         self._model: nn.Module = module
 
@@ -110,8 +140,16 @@ class ReplicatedEngine(Engine):
     def parallelize(self) -> nn.Module:
         apply_recomputation(self.module, recomputed_blocks(self.plan))
         self._model = self._wrap(self.module)
+        if self.plan.gradient_exchange is not None:
+            self.exchange = self._register(replace(self.plan.gradient_exchange, nonfinite=self._nonfinite))
         self._owners = owners_of(self.plan, self.module)
         return self._model
+
+    def _register(self, options: ExchangeOptions) -> CompressedExchange:
+        assert isinstance(self._model, DistributedDataParallel)
+        exchange = CompressedExchange(options, topology=self._topology, device=self.device)
+        exchange.register(self._model)
+        return exchange
 
     @override
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -239,54 +277,15 @@ def build_engine(
     *,
     device: torch.device,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
+    topology: Topology | None = None,
+    nonfinite: str = "error",
 ) -> Engine:
-    """The engine that runs `plan`. `wrap` replaces the default DistributedDataParallel wrapping of replicated plans.
+    """The engine that runs `plan`.
 
+    `wrap` replaces the default DistributedDataParallel wrapping of replicated plans. `topology` (None: from the environment)
+    and `nonfinite` (see `ExchangeOptions`) are for their gradient exchange.
     Raises PlanError when the plan does not belong to this module or this number of ranks.
     """
     if plan.is_sharded:
         return ShardedEngine(plan, module, device=device)
-    return ReplicatedEngine(plan, module, device=device, wrap=wrap)
-
-
-def recomputed_blocks(plan: ParallelPlan) -> list[str]:
-    """Names of the blocks whose forward runs again in the backward pass. Raises PlanError for the block ``""``."""
-    names = [block.block for block in plan.blocks if block.config.recompute]
-    if "" in names:
-        raise PlanError('the block "" (everything outside the named blocks) cannot be recomputed')
-    return names
-
-
-def check_blocks(plan: ParallelPlan, module: nn.Module) -> None:
-    """Raise PlanError unless every block names a module and no block lies inside another."""
-    modules = dict(module.named_modules())
-    names = [block.block for block in plan.blocks if block.block]
-    if missing := [name for name in names if name not in modules]:
-        raise PlanError(
-            f"the plan names modules that {type(module).__name__} does not have: {missing[:5]}; it was made for "
-            f"{plan.model or 'another model'}: make a new plan"
-        )
-    inside = [(a, b) for a in names for b in names if b.startswith(a + ".")]
-    if inside:
-        raise PlanError(f"block {inside[0][1]!r} of the plan lies inside block {inside[0][0]!r}")
-
-
-def owners_of(plan: ParallelPlan, module: nn.Module) -> dict[Tensor, int]:
-    """Which rank updates which parameter, for the blocks whose optimizer state is sharded (ZeRO stage 1)."""
-    stage_1 = {block.block for block in plan.blocks if block.config.zero_stage == 1}
-    names = {block.block for block in plan.blocks}
-    owned = {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and _block_of(name, names) in stage_1
-    }
-    owners = assign_owners({name: p.numel() for name, p in owned.items()}, plan.data_parallel_size)
-    return {parameter: owners[name] for name, parameter in owned.items()}
-
-
-def _block_of(parameter: str, blocks: set[str]) -> str:
-    parts = parameter.split(".")
-    for end in range(len(parts), 0, -1):
-        if ".".join(parts[:end]) in blocks:
-            return ".".join(parts[:end])
-    return ""
+    return ReplicatedEngine(plan, module, device=device, wrap=wrap, topology=topology, nonfinite=nonfinite)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_topt.costs.units import format_bytes, format_seconds
+from lightning_topt.plan.gradient_exchange import describe_exchange, is_lossy
 from lightning_topt.plan.parallel_plan import ParallelPlan
 
 SCHEMA_VERSION = 1
@@ -172,7 +173,21 @@ def _why(
             f"the next smaller plan ({smaller.plan.summary()}) saves {saved} and is "
             f"{_percent(chosen.step_seconds, smaller.step_seconds, of=chosen.step_seconds)} slower"
         )
+    if exchange := _why_compressed(chosen, peers):
+        sentences.append(exchange)
     return "; ".join(sentences) + "."
+
+
+def _why_compressed(chosen: PlanPoint, peers: Sequence[PlanPoint]) -> str:
+    exchange = chosen.plan.gradient_exchange
+    if exchange is None or not is_lossy(exchange):
+        return ""
+    words = f"gradients are sent compressed ({describe_exchange(exchange)}), which was allowed and is predicted to be faster"
+    exact = [p for p in peers if p.plan.gradient_exchange is None or not is_lossy(p.plan.gradient_exchange)]
+    if exact:
+        fastest = min(exact, key=lambda p: p.step_seconds)
+        words += f": the fastest plan of the frontier without that takes {format_seconds(fastest.step_seconds)}"
+    return words
 
 
 def _percent(low: float, high: float, *, of: float | None = None) -> str:

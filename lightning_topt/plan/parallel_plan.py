@@ -10,7 +10,14 @@ from typing import Any
 
 import yaml
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.graph.op_config import OpConfig, parse_placement
+from lightning_topt.plan.gradient_exchange import (
+    check_exchange,
+    describe_exchange,
+    exchange_from_dict,
+    exchange_to_dict,
+)
 
 VERSION = 1
 
@@ -42,8 +49,10 @@ class ParallelPlan:
     """A whole model's plan.
 
     `model` and `fingerprint` say which model it was made for (`OpGraph.fingerprint`; None in a hand-written plan means
-    "any model that has these modules"). `batch_size` is per rank. `predicted` and `reason` are for people.
-    Raises PlanError when block names repeat, the block ``""`` is missing, or storage kinds are mixed.
+    "any model that has these modules"). `batch_size` is per rank. `gradient_exchange` is for whole gradients (ZeRO stages 0
+    and 1) on several ranks; None: an all-reduce. `predicted` and `reason` are for people.
+    Raises PlanError when block names repeat, the block ``""`` is missing, storage kinds are mixed, or the gradient exchange
+    does not suit the rest.
     """
 
     data_parallel_size: int
@@ -54,6 +63,7 @@ class ParallelPlan:
     cluster: str = ""
     predicted: Prediction | None = None
     reason: str = field(default="", compare=False)
+    gradient_exchange: ExchangeOptions | None = None
 
     def __post_init__(self) -> None:
         names = [block.block for block in self.blocks]
@@ -69,6 +79,18 @@ class ParallelPlan:
                 "a plan either keeps all gradients whole (ZeRO stages 0 and 1) or shards all of them (2 and 3); "
                 f"this one mixes stages {sorted(stages)}"
             )
+        if self.gradient_exchange is not None:
+            self._check_exchange(self.gradient_exchange)
+
+    def _check_exchange(self, exchange: ExchangeOptions) -> None:
+        if self.is_sharded:
+            raise PlanError("gradient_exchange: needs whole gradients (ZeRO stages 0 and 1), and this plan shards them")
+        if self.data_parallel_size == 1:
+            raise PlanError("gradient_exchange: a single rank exchanges nothing; leave it out")
+        try:
+            check_exchange(exchange)
+        except ValueError as error:
+            raise PlanError(f"gradient_exchange: {error}") from error
 
     @property
     def is_sharded(self) -> bool:
@@ -76,16 +98,23 @@ class ParallelPlan:
         return any(block.config.zero_stage >= 2 for block in self.blocks)
 
     def summary(self) -> str:
-        """One line for people: how many blocks run in which way."""
+        """One line for people: how many blocks run in which way, and how gradients travel where not whole as they are."""
         counts: dict[str, int] = {}
         for block in self.blocks:
             name = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")[block.config.zero_stage]
             name += " + recompute" if block.config.recompute else ""
             counts[name] = counts.get(name, 0) + 1
-        return ", ".join(f"{count} x {name}" for name, count in counts.items())
+        blocks = ", ".join(f"{count} x {name}" for name, count in counts.items())
+        if self.gradient_exchange is None:
+            return blocks
+        return f"{blocks}, gradients {describe_exchange(self.gradient_exchange)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written to YAML, `frontier.json`, `run.json` and checkpoints."""
+        """Plain values, as written to YAML, `frontier.json`, `run.json` and checkpoints.
+
+        A plan without a gradient exchange lacks that entry, so that releases which do not know it read the plan.
+        """
+        exchange = self.gradient_exchange
         return {
             "version": VERSION,
             "model": self.model,
@@ -95,6 +124,7 @@ class ParallelPlan:
             "cluster": self.cluster,
             "predicted": dataclasses.asdict(self.predicted) if self.predicted else None,
             "reason": self.reason,
+            **({} if exchange is None else {"gradient_exchange": exchange_to_dict(exchange)}),
             "blocks": [
                 {
                     "block": block.block,
@@ -128,6 +158,7 @@ class ParallelPlan:
                 cluster=data.get("cluster") or "",
                 predicted=Prediction(**predicted) if predicted else None,
                 reason=data.get("reason") or "",
+                gradient_exchange=_exchange(data.get("gradient_exchange")),
             )
         except KeyError as error:
             raise PlanError(f"the entry {error} is missing") from error
@@ -174,6 +205,13 @@ def _integer(data: dict[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise PlanError(f"{key} must be a whole number, got {value!r}")
     return value
+
+
+def _exchange(entry: Any) -> ExchangeOptions | None:
+    try:
+        return None if entry is None else exchange_from_dict(entry)
+    except ValueError as error:
+        raise PlanError(f"gradient_exchange: {error}") from error
 
 
 def _block(entry: Any, index: int) -> BlockPlan:

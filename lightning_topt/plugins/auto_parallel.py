@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import time
 import warnings
 from collections.abc import Generator, Mapping
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
@@ -24,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.units import parse_bytes
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
@@ -31,18 +30,21 @@ from lightning_topt.execution.engine import Engine, ShardedEngine, build_engine
 from lightning_topt.execution.memory import MemoryMeter
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
+from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, destroy_process_group, register_names
+from lightning_topt.plugins.exchange_monitor import add_monitor
+from lightning_topt.plugins.exchange_steps import ExchangeSteps
 from lightning_topt.plugins.planning import Planning
-from lightning_topt.plugins.run_plan import PlanRequest, decide_plan, read_plan_option
+from lightning_topt.plugins.read_options import checked_options, read_cluster, read_plan_option
+from lightning_topt.plugins.run_plan import PlanRequest, decide_plan
 
-CHECKPOINT_KEY = "lightning_topt"
 
-
-class AutoParallelStrategy(DDPStrategy):
+class AutoParallelStrategy(ExchangeSteps):
     """Distributed data parallelism that plans before it runs: ``Trainer(strategy="topt")``.
 
     Before the first fit it captures the module's `training_step` on fake tensors, measures this cluster, searches every
     combination of ZeRO stage and activation checkpointing per block, and runs the one that fits the limits best. All of
-    them give the loss curve of Lightning's ``ddp`` (in float32 up to the order of additions).
+    them give the loss curve of Lightning's ``ddp`` (in float32 up to the order of additions), unless you allow others.
 
     Args:
         memory_limit: most bytes a rank may use for the model's training state and activations, as a number or text such
@@ -52,6 +54,9 @@ class AutoParallelStrategy(DDPStrategy):
             ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, each also with ``"+recompute"``.
         cluster: a `Cluster`, its YAML file, or a mapping; None measures the one it runs on (about two seconds).
         memory_margin: share by which a prediction must stay below the limit, for what the cost model does not see.
+        allow_compression: whether a plan, searched or given, may exchange gradients compressed: another training, whose time
+            per step is predicted, not its time to a given loss. True: searches top-k (1 %) and bf16 too. A method, a mapping
+            such as ``{"method": "topk", "density": 0.001}`` (see `ExchangeOptions`), or a list of these: searches those.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`. Options of the latter
             keep the search to plans that it runs (whole gradients). Gradients are views of its buckets unless
             ``gradient_as_bucket_view=False``.
@@ -72,9 +77,10 @@ class AutoParallelStrategy(DDPStrategy):
         plan: ParallelPlan | Mapping[str, Any] | str | Path | None = None,
         cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
         memory_margin: float = 0.05,
+        allow_compression: Allow = False,
         **ddp_options: Any,
     ) -> None:
-        super().__init__(**_checked(ddp_options))
+        super().__init__(**checked_options(ddp_options))
         check_objective(objective, allowed=("time", "memory"))
         if not 0 <= memory_margin < 1:
             raise ValueError(f"memory_margin is a share between 0 and 1, got {memory_margin}")
@@ -82,9 +88,11 @@ class AutoParallelStrategy(DDPStrategy):
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
             objective=objective,
             plan=read_plan_option(plan),
-            cluster=_read_cluster(cluster),
+            cluster=read_cluster(cluster),
             memory_margin=memory_margin,
             only_replicated=bool(self._ddp_kwargs) or self._ddp_comm_hook is not None,
+            allowed=AllowedExchanges.read(allow_compression),
+            own_hook=self._ddp_comm_hook is not None or self._ddp_kwargs.get("mixed_precision") is not None,
         )
         self.parallel_plan: ParallelPlan | None = None
         self.planning: Planning | None = None
@@ -100,8 +108,7 @@ class AutoParallelStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Lightning does this for NCCL only; threads of a gloo group that outlives the interpreter can abort the process.
-        atexit.register(_destroy_process_group)
+        atexit.register(destroy_process_group)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -116,6 +123,8 @@ class AutoParallelStrategy(DDPStrategy):
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
         self._parallelize(fitting)
+        if self.exchange is not None:
+            add_monitor(trainer)
         if fitting:
             self.setup_optimizers(trainer)
             assert self._engine is not None
@@ -139,14 +148,19 @@ class AutoParallelStrategy(DDPStrategy):
     def _parallelize(self, fitting: bool) -> None:
         plan, module = self.parallel_plan, self.lightning_module
         assert module is not None
+        self._open_exchange(None)
         if plan is None or not (fitting or plan.is_sharded):
             # Evaluation of whole parameters needs no exchange: as under ddp, every rank starts from rank 0's.
             self.model_to_device()
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.detach(), 0)
             return
-        self._engine = build_engine(plan, module, device=self.root_device, wrap=self._wrap_ddp)
+        topology = Topology(self.num_nodes, self.world_size // self.num_nodes, self.global_rank)
+        nonfinite = "error" if self._scaler is None else "skip"
+        device, wrap = self.root_device, self._wrap_ddp
+        self._engine = build_engine(plan, module, device=device, wrap=wrap, topology=topology, nonfinite=nonfinite)
         self.model = self._engine.parallelize()
+        self._open_exchange(self._engine.exchange)
         module.to(self.root_device)
         self._running = True
 
@@ -267,6 +281,7 @@ class AutoParallelStrategy(DDPStrategy):
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._engine.load_optimizer_state(optimizer, state)
+        self._load_exchange(checkpoint)
         _optimizers_to_device(self.optimizers, self.root_device)
 
     @override
@@ -274,6 +289,7 @@ class AutoParallelStrategy(DDPStrategy):
         # A checkpoint of a Trainer names Lightning's version; bare weights (sent back by forked ranks) stay bare.
         if self.parallel_plan is not None and "pytorch-lightning_version" in checkpoint:
             checkpoint[CHECKPOINT_KEY] = {"plan": self.parallel_plan.to_dict()}
+            self._save_exchange(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     # ---- registration ---------------------------------------------------------------------------------------------
@@ -281,35 +297,4 @@ class AutoParallelStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, start_method in (("topt", "popen"), ("topt_fork", "fork"), ("topt_spawn", "spawn")):
-            strategy_registry.register(
-                name,
-                cls,
-                override=True,
-                description=f"Searches and runs a parallel plan; ranks start by `{start_method}`",
-                start_method=start_method,
-            )
-
-
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """DDP options, all of which someone takes. Raises TypeError that names the one nobody does."""
-    known = {
-        name
-        for owner in (DDPStrategy, DistributedDataParallel)
-        for name, parameter in inspect.signature(owner.__init__).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    } - {"self", "module", "device_ids"}
-    if unknown := sorted(set(options) - known):
-        raise TypeError(f"AutoParallelStrategy does not take {unknown[0]!r}; DDP's own options are {sorted(known)}")
-    return options
-
-
-def _read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cluster | None:
-    if cluster is None or isinstance(cluster, Cluster):
-        return cluster
-    return Cluster.from_dict(cluster) if isinstance(cluster, Mapping) else Cluster.load(cluster)
+        register_names("topt", cls, registry=strategy_registry, description="Searches and runs a parallel plan")

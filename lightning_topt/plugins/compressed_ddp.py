@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
+from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import READ_BY, ExchangeOptions, LinkCosts
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.ddp_parts import (
-    CHECKPOINT_KEY,
-    EXCHANGE_KEY,
     checked_ddp_options,
     destroy_process_group,
-    lost_peers,
     refuse_momentum,
     register_names,
 )
 from lightning_topt.plugins.exchange_monitor import add_monitor
+from lightning_topt.plugins.exchange_steps import ExchangeSteps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class CompressedDDPStrategy(DDPStrategy):
+class CompressedDDPStrategy(ExchangeSteps):
     """Distributed data parallelism whose gradients travel compressed: ``Trainer(strategy="topt_compressed")``.
 
     A `CompressedExchange` is registered on DDP, on every device. What was not sent yet (the residual) is part of checkpoints
@@ -102,7 +96,6 @@ class CompressedDDPStrategy(DDPStrategy):
             if size is not None and size < 1:
                 raise ValueError(f"{name} is at least 1, got {size}")
         self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
-        self.exchange: CompressedExchange | None = None
 
     # ---- life cycle -----------------------------------------------------------------------------------------------
 
@@ -136,15 +129,14 @@ class CompressedDDPStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them on gloo too.
         assert isinstance(self.model, DistributedDataParallel)
-        self._close()
+        self._open_exchange(None)
         topology = make_topology(
             nodes=self._nodes, ranks_per_node=self._ranks_per_node, rank=self.global_rank, trainer_nodes=self.num_nodes,
             world_size=self.world_size,
         )  # fmt: skip
         exchange = CompressedExchange(self._options_for_precision(), topology=topology, device=self.root_device)
         exchange.register(self.model)
-        atexit.register(exchange.close)
-        self.exchange = exchange
+        self._open_exchange(exchange)
 
     def _options_for_precision(self) -> ExchangeOptions:
         scales = self._scaler is not None
@@ -167,102 +159,17 @@ class CompressedDDPStrategy(DDPStrategy):
                 "whose gradients are then zeroed and not applied is lost (error_feedback=False holds nothing back)"
             )
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if self.exchange is not None and (lost := lost_peers(exception, self.exchange.monitor)):
-            exception.args = lost.args
-        self._close()
-        super().on_exception(exception)
-
-    @override
-    def teardown(self) -> None:
-        # Otherwise it stays open, for checkpoints after the fit, until the next fit or the end of the process.
-        if self._start_method != "popen":
-            self._close()
-        super().teardown()
-
-    def _close(self) -> None:
-        if self.exchange is not None:
-            atexit.unregister(self.exchange.close)
-            self.exchange.close()
-            self.exchange = None
-
-    # ---- steps ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _scaler(self) -> Any:
-        """The GradScaler of precision ``16-mixed``, None for all others."""
-        return getattr(self.precision_plugin, "scaler", None)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._own_errors():  # DDP hands out the buckets of unused parameters in its forward pass
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self.exchange is not None and self._scaler is not None:
-            self.exchange.loss_scale = self._scaler.get_scale()
-        with self._own_errors():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @contextmanager
-    def _own_errors(self) -> Generator[None, None, None]:
-        """Autograd and DDP may wrap an error of the hook in one of their own: raise the one that says what happened."""
-        try:
-            yield
-        except Exception as error:
-            reason = None if self.exchange is None else self.exchange.error or lost_peers(error, self.exchange.monitor)
-            if reason is None or error is reason:
-                raise
-            raise reason from error
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        # A scaler lowers its scale exactly when it has skipped the step.
-        if (
-            self.exchange is not None
-            and self._scaler is not None
-            and self._scaler.get_scale() < self.exchange.loss_scale
-        ):
-            self.exchange.step_skipped()
-        return output
-
-    def exchange_statistics(self) -> ExchangeStatistics | None:
-        """What was exchanged since the last call; None outside of a fit."""
-        return None if self.exchange is None else self.exchange.statistics(reset=True)
-
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        # All ranks come here. After an exception the others may be anywhere: a collective call could wait for them.
-        whole = self.exchange is not None and "optimizer_states" in checkpoint
-        if whole and self.lightning_module is not None and not self.lightning_module.trainer.interrupted:
-            assert self.exchange is not None
-            checkpoint.setdefault(CHECKPOINT_KEY, {})[EXCHANGE_KEY] = self.exchange.state_dict()
+        self._save_exchange(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
-        if state is None or self.exchange is None:
-            return
-        if state["method"] != self.options.method:
-            rank_zero_warn(
-                f"the checkpoint's gradients were exchanged by method={state['method']!r}; {self.options.method!r} starts "
-                "without what that held back"
-            )
-            return
-        self.exchange.load_state_dict(state)
+        self._load_exchange(checkpoint)
 
     # ---- registration ---------------------------------------------------------------------------------------------
 

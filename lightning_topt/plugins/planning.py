@@ -9,6 +9,7 @@ choose(frontier.points, memory_limit=2**30).plan
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import _configure_optimizers
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.cost_table import CostTable
 from lightning_topt.costs.estimate import StepModel, estimate_costs, explain, legal_families
+from lightning_topt.costs.exchange import legal_exchanges
 from lightning_topt.costs.memory import FAMILIES
 from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
 from lightning_topt.frontier.search import search_frontier
@@ -61,6 +64,7 @@ def search_plans(
     device_counts: Sequence[int],
     global_batch_size: int,
     families: Iterable[str] = FAMILIES,
+    exchanges: Sequence[ExchangeOptions] = (),
     kernel_seconds: Mapping[KernelKey, float] | None = None,
     capture_seconds: float = 0.0,
 ) -> PlanFrontier:
@@ -70,6 +74,8 @@ def search_plans(
         device_counts: numbers of ranks to plan for. The global batch is the same for all, so each must divide it.
         global_batch_size: samples per step over all ranks.
         families: the families that this run can use (see `estimate_costs`); those the optimizer forbids are left out.
+        exchanges: ways to exchange whole gradients that may be chosen besides DDP's all-reduce, each searched by itself; those
+            that a number of ranks cannot have are left out there.
         kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch size.
         capture_seconds: what making `graph` took, for the record.
 
@@ -86,17 +92,27 @@ def search_plans(
             if family not in families:
                 continue
             batch_size, kernels = global_batch_size // count, kernel_seconds or {}
-            model = StepModel(graph, cluster, optimizer, count, batch_size, family, kernels)
-            table = estimate_costs(model)
-            found = search_frontier(table)
-            error_bound = max(error_bound, found.error_bound)
-            points += [_point(model, table, point.choice) for point in found.points]
+            for exchange in (None, *_exchanges_of(family, exchanges, cluster=cluster, count=count)):
+                model = StepModel(graph, cluster, optimizer, count, batch_size, family, kernels, exchange)
+                table = estimate_costs(model)
+                found = search_frontier(table)
+                error_bound = max(error_bound, found.error_bound)
+                points += [_point(model, table, point.choice) for point in found.points]
     return PlanFrontier.of(
         points,
         capture_seconds=capture_seconds,
         search_seconds=time.perf_counter() - start,
         error_bound=error_bound,
     )
+
+
+def _exchanges_of(
+    family: str, exchanges: Sequence[ExchangeOptions], *, cluster: Cluster, count: int
+) -> list[ExchangeOptions]:
+    if family != "replicated":
+        return []
+    legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in exchanges)
+    return list(dict.fromkeys(itertools.chain.from_iterable(legal)))
 
 
 def _point(model: StepModel, table: CostTable, choice: Mapping[str, int]) -> PlanPoint:
@@ -115,5 +131,6 @@ def _point(model: StepModel, table: CostTable, choice: Mapping[str, int]) -> Pla
             compute_seconds=explained.compute_seconds,
             exposed_communication_seconds=explained.exposed_communication_seconds,
         ),
+        gradient_exchange=model.exchange,
     )
     return PlanPoint(explained.step_seconds, explained.peak_bytes, model.data_parallel_size, plan)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
@@ -25,30 +24,20 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
+from lightning_topt.plugins.allowed_exchanges import AllowedExchanges, check_exchange_of_run, exchanges_of_run
 from lightning_topt.plugins.example_batch import example_batches
 from lightning_topt.plugins.planning import Planning, profile_optimizers, search_plans
+from lightning_topt.plugins.read_options import UniformPlan
 
-UNIFORM = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class UniformPlan:
-    """The same ZeRO stage, and recomputation or not, for every block that the capture finds."""
-
-    stage: int
-    recompute: bool
-
-    def of(self, graph: OpGraph, *, data_parallel_size: int) -> ParallelPlan:
-        """The plan for the blocks of `graph`."""
-        names = [block.name for block in graph.blocks]
-        again = [block.name for block in graph.blocks if self.recompute and block.recomputable]
-        return uniform_plan(self.stage, data_parallel_size=data_parallel_size, blocks=names, recompute=again)
-
-
-@dataclass(frozen=True)
 class PlanRequest:
-    """What the user asked of the planner; see `AutoParallelStrategy`."""
+    """What the user asked of the planner; see `AutoParallelStrategy`. `own_hook`: the user exchanges gradients.
+
+    Raises PlanError for a plan whose gradient exchange is not allowed, ValueError where it would replace the user's.
+    """
 
     memory_limit: float | None = None
     objective: str = "time"
@@ -56,20 +45,18 @@ class PlanRequest:
     cluster: Cluster | None = None
     memory_margin: float = 0.05
     only_replicated: bool = False
+    allowed: AllowedExchanges = field(default_factory=AllowedExchanges)
+    own_hook: bool = False
 
-
-def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None) -> ParallelPlan | UniformPlan | None:
-    """A plan from any of the forms that users may give it in. Raises PlanError."""
-    if plan is None or isinstance(plan, ParallelPlan):
-        return plan
-    if isinstance(plan, Mapping):
-        return ParallelPlan.from_dict(dict(plan))
-    name, _, suffix = str(plan).partition("+")
-    if name in UNIFORM and suffix in ("", "recompute"):
-        return UniformPlan(UNIFORM[name], suffix == "recompute")
-    if not Path(plan).exists():
-        raise PlanError(f"plan={str(plan)!r} is neither a file nor one of {sorted(UNIFORM)} (or with '+recompute')")
-    return ParallelPlan.load(plan)
+    def __post_init__(self) -> None:
+        exchange = self.plan.gradient_exchange if isinstance(self.plan, ParallelPlan) else None
+        if isinstance(self.plan, ParallelPlan):
+            self.allowed.check(self.plan)
+        if self.own_hook and (exchange is not None or self.allowed.candidates):
+            raise ValueError(
+                "a plan's gradient exchange would replace your communication hook: leave out ddp_comm_hook and "
+                "mixed_precision, or allow_compression and the plan's gradient_exchange"
+            )
 
 
 def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> tuple[ParallelPlan, Planning | None]:
@@ -126,6 +113,7 @@ def _search(
             device_counts=(dist.get_world_size(),),
             global_batch_size=samples * dist.get_world_size(),
             families=_families(request, trainer),
+            exchanges=exchanges_of_run(request.allowed, trainer),
             kernel_seconds=kernel_seconds,
         )
         planning = Planning(frontier, choose_for(request, frontier, cluster), graph)
@@ -164,6 +152,7 @@ def _check_features(plan: ParallelPlan, request: PlanRequest, trainer: pl.Traine
     reason = _needs_whole_parameters(request, trainer) if plan.is_sharded else None
     if reason:
         raise PlanError(f"this plan shards parameters, but {reason}; choose ZeRO stage 0 or 1")
+    check_exchange_of_run(plan, trainer)
 
 
 def _check_model(plan: ParallelPlan, module: torch.nn.Module) -> None:
@@ -185,6 +174,11 @@ def _manual_plan(request: PlanRequest, world_size: int) -> ParallelPlan:
         raise ValueError(
             "manual optimization cannot be planned (its steps cannot be seen in advance), so memory_limit and "
             "objective='memory' cannot be honoured; remove them, or use automatic optimization"
+        )
+    if request.allowed.candidates:
+        raise ValueError(
+            "manual optimization is not planned, so allow_compression chooses nothing; remove it, or use "
+            'strategy="topt_compressed"'
         )
     return plan
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Callback
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.parallel_plan import ParallelPlan
 
@@ -152,6 +153,17 @@ def test_a_plan_made_by_topt_plan_runs_in_topt_train(tmp_path):
     record = json.loads((tmp_path / "train" / "run.json").read_text())
     assert record["plan"]["blocks"] == ParallelPlan.load(tmp_path / "plan" / "plan.yaml").to_dict()["blocks"]
     assert record["predicted"]["peak_bytes"] > 0 and record["strategy"] == "AutoParallelStrategy"
+
+
+def test_plans_may_compress_gradients_where_the_command_line_allows_it(tmp_path):
+    slow = ["cluster=local_cpu", "cluster.intra.bandwidth=10Mb/s"]
+    allowed = "strategy.allow_compression=[sign,{method: topk, density: 0.001}]"
+    output = finished(topt("plan", *TINY, *slow, allowed, f"hydra.run.dir={tmp_path}/plan", folder=tmp_path))
+    assert "gradients top-k 0.1 %" in output and "which was allowed" in " ".join(output.split())
+    plan = ParallelPlan.load(tmp_path / "plan" / "plan.yaml")
+    assert plan.gradient_exchange == ExchangeOptions(density=0.001, hierarchical=False)
+    refused = topt("train", *TINY, f"strategy.plan={tmp_path}/plan/plan.yaml", folder=tmp_path)
+    assert refused.returncode == 2 and "allow_compression=True" in refused.stderr
 
 
 def test_calibrate_writes_a_cluster(tmp_path):

@@ -3,7 +3,7 @@ import os
 import pytest
 import torch
 
-from lightning_topt.costs.calibrate import calibrate, measure_kernels
+from lightning_topt.costs.calibrate import _fit_link, calibrate, measure_kernels
 from lightning_topt.costs.cluster import COLLECTIVES, Cluster
 from lightning_topt.graph.kernels import encode_arguments
 from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph
@@ -76,3 +76,14 @@ def test_ranks_on_two_nodes_measure_the_network_between():
     assert (cluster.devices_per_node, cluster.num_nodes) == (1, 2)
     assert {scope for _, scope, _ in cluster.collectives} == {"inter"}
     assert cluster.inter is not None
+
+
+def test_several_ranks_on_two_nodes_measure_the_link_inside_too():
+    clusters = run_ranks(inter_on_rank, 4)
+    cluster = clusters[0]
+    assert all(other.intra == cluster.intra for other in clusters)
+    assert (cluster.devices_per_node, cluster.num_nodes) == (2, 2)
+    ring = _fit_link(cluster.collectives, 4)
+    assert cluster.inter is not None
+    assert cluster.inter.bandwidth == pytest.approx(ring.bandwidth / 2)  # the ring has both ranks' shares
+    assert cluster.intra != cluster.inter

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.plan.choose import NoPlanFitsError, PlanFrontier, PlanPoint, choose
 from lightning_topt.plan.parallel_plan import uniform_plan
 
@@ -56,6 +58,24 @@ def test_reason_names_the_neighbours() -> None:
     assert reason.startswith("The fastest step within 700.00 MiB per device: 1.5 s and 600.00 MiB")
     assert "saves 33.3 % of the time and needs 1.03 GiB with its margin, above the limit" in reason
     assert "saves 200.00 MiB and is 33.3 % slower" in reason
+
+
+def test_a_compressed_plan_says_so_and_what_exact_ones_cost() -> None:
+    compressed = [
+        dataclasses.replace(p, plan=dataclasses.replace(p.plan, gradient_exchange=exchange))
+        for p, exchange in [
+            (point(0.4, 1200), ExchangeOptions()),
+            (point(0.9, 1100), ExchangeOptions(method="dense", hierarchical=True)),
+        ]
+    ]
+    reason = choose([*POINTS, *compressed], devices=2).plan.reason
+    assert "top-k 1 %), which was allowed" in reason
+    assert "the fastest plan of the frontier without that takes 900 ms" in reason  # summed in nodes first: not lossy
+    assert "compressed" not in choose([*POINTS, compressed[1]], devices=2).plan.reason
+    alone = choose(compressed[:1]).plan.reason
+    assert "top-k 1 %" in alone and "without that" not in alone
+    frontier = PlanFrontier.of(compressed)
+    assert PlanFrontier.from_json(frontier.to_json()) == frontier
 
 
 def test_nothing_fits() -> None:

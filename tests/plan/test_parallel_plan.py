@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
+from lightning_topt.plan.gradient_exchange import describe_exchange, is_lossy
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction, uniform_plan
 
 HAND_WRITTEN = """
@@ -73,3 +77,98 @@ def test_zero_stages_are_placements() -> None:
 def test_uniform_plan_never_recomputes_the_rest() -> None:
     plan = uniform_plan(1, data_parallel_size=2, blocks=["a", "b", ""], recompute=["a", ""])
     assert [(b.block, b.config.recompute) for b in plan.blocks] == [("a", True), ("b", False), ("", False)]
+
+
+# ---- gradient exchange ----------------------------------------------------------------------------------------------
+
+WITH_EXCHANGE = """
+version: 1
+data_parallel_size: 2
+gradient_exchange: {method: topk, density: 0.02, hierarchical: false, exempt: [norm, "head.*"]}
+blocks:
+- {block: blocks.0, parameters: replicate, gradients: replicate, optimizer_state: shard(0)}
+- {block: "", parameters: replicate, gradients: replicate, optimizer_state: replicate}
+"""
+EXCHANGES = [
+    ExchangeOptions(hierarchical=True, density=0.001, value_dtype="bfloat16", warmup_steps=10, dense_steps=3),
+    ExchangeOptions(error_feedback=False, exempt=()),
+    ExchangeOptions(method="dense", hierarchical=True),
+    ExchangeOptions(method="bf16"),
+    ExchangeOptions(method="powersgd", rank=4),
+    ExchangeOptions(method="sign", exempt=("embedding",)),
+]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.method)
+def test_gradient_exchange_round_trip(exchange: ExchangeOptions) -> None:
+    plan = replace(uniform_plan(1, data_parallel_size=4, blocks=["a"]), gradient_exchange=exchange)
+    text = plan.to_yaml()
+    assert ParallelPlan.from_yaml(text) == plan
+    assert "exempt" in text or exchange.method in ("dense", "bf16")  # only what means something
+    assert not {"link", "nonfinite", "timeout_seconds", "momentum"} & set(plan.to_dict()["gradient_exchange"])
+
+
+def test_hand_written_gradient_exchange() -> None:
+    plan = ParallelPlan.from_yaml(WITH_EXCHANGE)
+    expected = ExchangeOptions(density=0.02, hierarchical=False, exempt=("norm", "head.*"))
+    assert plan.gradient_exchange == expected
+    assert plan.summary() == "1 x ZeRO-1, 1 x DDP, gradients top-k 2 %"
+
+
+def test_plans_with_whole_gradients_are_written_as_before() -> None:
+    plan = uniform_plan(0, data_parallel_size=2)
+    assert "gradient_exchange" not in plan.to_yaml()
+    assert ParallelPlan.from_dict({**plan.to_dict(), "gradient_exchange": None}) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("method: topk", "method: top"), "gradient_exchange: method is one of"),
+        (("density: 0.02", "density: 0"), "gradient_exchange: density is the fraction"),
+        (("density: 0.02", "density: many"), "density must be of the kind of 0.01"),
+        (("density: 0.02", "density: true"), "density must be"),
+        (("hierarchical: false", "hierarchical: 1"), "hierarchical must be"),
+        (('[norm, "head.*"]', "norm"), "exempt must be"),
+        (("density: 0.02", "rank: 3"), "rank has no meaning for method='topk'"),
+        (("density: 0.02", "debug: true"), r"unknown entries \['debug'\]"),
+        (('{method: topk, density: 0.02, hierarchical: false, exempt: [norm, "head.*"]}', "topk"), "mapping"),
+        (('{method: topk, density: 0.02, hierarchical: false, exempt: [norm, "head.*"]}', "{method: dense}"), "leave"),
+        (("data_parallel_size: 2", "data_parallel_size: 1"), "a single rank"),
+    ],
+)
+def test_wrong_gradient_exchanges_say_what_is_wrong(change: tuple[str, str], says: str) -> None:
+    assert change[0] in WITH_EXCHANGE
+    with pytest.raises(PlanError, match="gradient_exchange") as error:
+        ParallelPlan.from_yaml(WITH_EXCHANGE.replace(*change))
+    assert re.search(says, str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "stage", "says"),
+    [
+        (ExchangeOptions(), 2, "needs whole gradients"),
+        (ExchangeOptions(), 3, "needs whole gradients"),
+        (ExchangeOptions(momentum=0.9), 0, "momentum is not part of a plan"),
+        (ExchangeOptions(timeout_seconds=1), 0, "timeout_seconds is not part"),
+        (ExchangeOptions(method="dense", hierarchical=False), 0, "needs hierarchical"),
+    ],
+)
+def test_an_exchange_that_does_not_suit_a_plan(exchange: ExchangeOptions, stage: int, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        replace(uniform_plan(stage, data_parallel_size=2), gradient_exchange=exchange)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "words"),
+    [
+        (EXCHANGES[0], "top-k 0.1 % in bfloat16 between nodes"),
+        (EXCHANGES[1], "top-k 1 % without error feedback"),
+        (EXCHANGES[2], "whole, summed in each node first"),
+        (EXCHANGES[4], "PowerSGD rank 4"),
+        (EXCHANGES[5], "1 bit per entry"),
+    ],
+)
+def test_words_for_an_exchange(exchange: ExchangeOptions, words: str) -> None:
+    assert describe_exchange(exchange) == words
+    assert is_lossy(exchange) is (exchange.method != "dense")

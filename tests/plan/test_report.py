@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import pytest
 from rich.console import Console
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.units import format_bytes, format_seconds
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import PlanPoint, choose
@@ -220,3 +221,16 @@ def test_script_is_valid(tmp_path):
     script = tmp_path / "page.js"
     script.write_text(parsed.text["script"][1])
     subprocess.run(["node", "--check", script], check=True)
+
+
+def test_table_and_page_name_the_gradient_exchange(tmp_path, capsys):
+    points = frontier(2)
+    exchange = ExchangeOptions(density=0.001, hierarchical=True)
+    points[1] = dataclasses.replace(points[1], plan=dataclasses.replace(points[1].plan, gradient_exchange=exchange))
+    print_table(points, points[1], console=Console(width=150))
+    assert "gradients top-k 0.1 % between nodes" in capsys.readouterr().out
+    _, parsed = page(tmp_path, points, points[1])
+    shown = parsed.data["points"][1]
+    assert "top-k 0.1 % between nodes" in shown["summary"]
+    blocks = "".join(parsed.data["blocks"][i]["yaml"] for i in shown["blocks"])
+    assert ParallelPlan.from_yaml(shown["header"] + blocks) == points[1].plan

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_topt.graph.capture import capture
 from lightning_topt.plugins.example_batch import batches_of
-from lightning_topt.plugins.run_plan import UniformPlan
+from lightning_topt.plugins.read_options import UniformPlan
 
 
 class Residual(nn.Module):

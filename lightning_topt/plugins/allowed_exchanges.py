@@ -1,0 +1,88 @@
+"""Which gradient exchanges a plan may have: what the user allows, and what the run can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_topt.communication.options import METHODS, ExchangeOptions
+from lightning_topt.communication.selection.top_k import DTYPES
+from lightning_topt.plan.gradient_exchange import check_exchange, describe_exchange, exchange_from_dict, is_lossy
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+
+Allow = bool | str | Mapping[str, Any] | ExchangeOptions | Sequence[str | Mapping[str, Any] | ExchangeOptions]
+DEFAULT_CANDIDATES = (ExchangeOptions(method="topk"), ExchangeOptions(method="bf16"))
+
+
+@dataclass(frozen=True)
+class AllowedExchanges:
+    """`candidates` are searched, besides whole gradients; plans that are given may have `methods`."""
+
+    candidates: tuple[ExchangeOptions, ...] = ()
+    methods: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, allow: Allow) -> AllowedExchanges:
+        """What `allow_compression` says: False; True; a method, a mapping or `ExchangeOptions`; or several of these.
+
+        True searches `DEFAULT_CANDIDATES` and lets a given plan have any method. Raises ValueError that names the entry.
+        """
+        if isinstance(allow, bool):
+            return cls(DEFAULT_CANDIDATES, METHODS) if allow else cls()
+        several = isinstance(allow, Sequence) and not isinstance(allow, str)
+        entries = allow if several else [allow]
+        candidates = tuple(_read(entry) for entry in entries)  # type: ignore[union-attr]
+        if not candidates:
+            raise ValueError("allow_compression is an empty list: name an exchange, or set it to false or true")
+        return cls(tuple(dict.fromkeys(candidates)), tuple(dict.fromkeys(options.method for options in candidates)))
+
+    def check(self, plan: ParallelPlan) -> None:
+        """Raise PlanError where `plan` compresses gradients in a way that is not allowed."""
+        exchange = plan.gradient_exchange
+        if exchange is None or not is_lossy(exchange) or exchange.method in self.methods:
+            return
+        raise PlanError(
+            f"this plan sends gradients compressed ({describe_exchange(exchange)}), which changes the training. To run it, "
+            f"say allow_compression=True, or {[exchange.method]}; or remove gradient_exchange from the plan"
+        )
+
+
+def exchanges_of_run(allowed: AllowedExchanges, trainer: pl.Trainer) -> list[ExchangeOptions]:
+    """The candidates that this run can have, whatever nodes the description of its cluster has."""
+    if any(p.requires_grad and p.dtype not in DTYPES for p in trainer.lightning_module.parameters()):
+        return []
+    if trainer.num_nodes > 1:
+        return list(allowed.candidates)
+    flat = [options for options in allowed.candidates if not options.hierarchical]
+    return [replace(options, hierarchical=False) if options.method == "topk" else options for options in flat]
+
+
+def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer) -> None:
+    """Raise PlanError where this run cannot have the gradient exchange of a given plan."""
+    exchange = plan.gradient_exchange
+    if exchange is None:
+        return
+    if exchange.hierarchical and trainer.num_nodes == 1:
+        raise PlanError(
+            "this plan exchanges gradients between nodes (hierarchical), and this Trainer has one: set num_nodes, or "
+            "hierarchical: false"
+        )
+    for name, parameter in trainer.lightning_module.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in DTYPES:
+            raise PlanError(
+                f"this plan has a gradient exchange, which takes float32, bfloat16 and float16, and {name} is "
+                f"{parameter.dtype}: choose another precision, or remove gradient_exchange from the plan"
+            )
+
+
+def _read(entry: Any) -> ExchangeOptions:
+    try:
+        if isinstance(entry, ExchangeOptions):
+            check_exchange(entry)
+            return entry
+        return exchange_from_dict({"method": entry} if isinstance(entry, str) else entry)
+    except ValueError as error:
+        raise ValueError(f"allow_compression: {entry!r}: {error}") from error

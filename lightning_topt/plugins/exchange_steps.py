@@ -1,0 +1,131 @@
+"""What a strategy does around its steps and checkpoints for a `CompressedExchange` of its DDP module."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
+from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, EXCHANGE_KEY, lost_peers
+
+
+class ExchangeSteps(DDPStrategy):
+    """Loss scale and skipped steps of a GradScaler, errors by their true name, checkpoints; nothing while `exchange` is None.
+
+    The exchange stays open after a fit, for checkpoints, until the next fit or the end of the process.
+    """
+
+    exchange: CompressedExchange | None = None
+
+    def _open_exchange(self, exchange: CompressedExchange | None) -> None:
+        """Take `exchange` in place of the last one."""
+        self._close_exchange()
+        self.exchange = exchange
+        if exchange is not None:
+            atexit.register(exchange.close)
+
+    def _close_exchange(self) -> None:
+        if self.exchange is not None:
+            atexit.unregister(self.exchange.close)
+            self.exchange.close()
+            self.exchange = None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self.exchange is not None and (lost := lost_peers(exception, self.exchange.monitor)):
+            exception.args = lost.args
+        self._close_exchange()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        if self._start_method != "popen":  # such ranks end without running what `atexit` holds
+            self._close_exchange()
+        super().teardown()
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _scaler(self) -> Any:
+        """The GradScaler of precision ``16-mixed``, None for all others."""
+        return getattr(self.precision_plugin, "scaler", None)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._own_errors():  # DDP hands out the buckets of unused parameters in its forward pass
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.exchange is not None and self._scaler is not None:
+            self.exchange.loss_scale = self._scaler.get_scale()
+        with self._own_errors():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @contextmanager
+    def _own_errors(self) -> Generator[None, None, None]:
+        """Autograd and DDP may wrap an error of the hook in one of their own: raise the one that says what happened."""
+        try:
+            yield
+        except Exception as error:
+            reason = None if self.exchange is None else self.exchange.error or lost_peers(error, self.exchange.monitor)
+            if reason is None or error is reason:
+                raise
+            raise reason from error
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # A scaler lowers its scale exactly when it has skipped the step.
+        scales = self.exchange is not None and self._scaler is not None
+        if scales and self.exchange is not None and self._scaler.get_scale() < self.exchange.loss_scale:
+            self.exchange.step_skipped()
+        return output
+
+    def exchange_statistics(self) -> ExchangeStatistics | None:
+        """What was exchanged since the last call; None without an exchange."""
+        return None if self.exchange is None else self.exchange.statistics(reset=True)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save_exchange(self, checkpoint: dict[str, Any]) -> None:
+        """Put the exchange's state into a checkpoint that has that of the optimizers. A collective call."""
+        # After an exception the other ranks may be anywhere: a collective call could wait for them.
+        module = self.lightning_module
+        if (
+            self.exchange is None
+            or module is None
+            or "optimizer_states" not in checkpoint
+            or module.trainer.interrupted
+        ):
+            return
+        checkpoint.setdefault(CHECKPOINT_KEY, {})[EXCHANGE_KEY] = self.exchange.state_dict()
+
+    def _load_exchange(self, checkpoint: Mapping[str, Any]) -> None:
+        state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)
+        if state is None:
+            return
+        method = None if self.exchange is None else self.exchange.options.method
+        if self.exchange is not None and state["method"] == method:
+            self.exchange.load_state_dict(state)
+            return
+        now = "an all-reduce" if method is None else f"method={method!r}"
+        rank_zero_warn(
+            f"the checkpoint's gradients were exchanged by method={state['method']!r}; {now} starts without what that held back"
+        )

@@ -1,0 +1,66 @@
+"""Options of `AutoParallelStrategy` in any of the forms that users may give them in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
+
+UNIFORM = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+@dataclass(frozen=True)
+class UniformPlan:
+    """The same ZeRO stage, and recomputation or not, for every block that the capture finds."""
+
+    stage: int
+    recompute: bool
+
+    def of(self, graph: OpGraph, *, data_parallel_size: int) -> ParallelPlan:
+        """The plan for the blocks of `graph`."""
+        names = [block.name for block in graph.blocks]
+        again = [block.name for block in graph.blocks if self.recompute and block.recomputable]
+        return uniform_plan(self.stage, data_parallel_size=data_parallel_size, blocks=names, recompute=again)
+
+
+def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None) -> ParallelPlan | UniformPlan | None:
+    """A plan from any of the forms that users may give it in. Raises PlanError."""
+    if plan is None or isinstance(plan, ParallelPlan):
+        return plan
+    if isinstance(plan, Mapping):
+        return ParallelPlan.from_dict(dict(plan))
+    name, _, suffix = str(plan).partition("+")
+    if name in UNIFORM and suffix in ("", "recompute"):
+        return UniformPlan(UNIFORM[name], suffix == "recompute")
+    if not Path(plan).exists():
+        raise PlanError(f"plan={str(plan)!r} is neither a file nor one of {sorted(UNIFORM)} (or with '+recompute')")
+    return ParallelPlan.load(plan)
+
+
+def checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    """DDP options, all of which someone takes. Raises TypeError that names the one nobody does."""
+    known = {
+        name
+        for owner in (DDPStrategy, DistributedDataParallel)
+        for name, parameter in inspect.signature(owner.__init__).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    } - {"self", "module", "device_ids"}
+    if unknown := sorted(set(options) - known):
+        raise TypeError(f"AutoParallelStrategy does not take {unknown[0]!r}; DDP's own options are {sorted(known)}")
+    return options
+
+
+def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cluster | None:
+    """A cluster from any of these; None stays None. Raises ClusterError."""
+    if cluster is None or isinstance(cluster, Cluster):
+        return cluster
+    return Cluster.from_dict(cluster) if isinstance(cluster, Mapping) else Cluster.load(cluster)

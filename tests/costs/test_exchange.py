@@ -1,0 +1,316 @@
+"""Compressed exchanges: bytes and seconds against explicit sums and a simulated network, and against a real exchange."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_topt.communication.exempt import exempt_names
+from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.communication.topology import Topology
+from lightning_topt.communication.wire import MessageFormat
+from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.estimate import StepModel, estimate_costs, explain
+from lightning_topt.costs.exchange import ExchangeModel, exempt_parameters, legal_exchanges, make_exchange_model
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import Amount, Block, Op, OpGraph, Parameter, Segment
+from tests.costs.graphs import profile_of, random_graph
+from tests.launch import run_ranks
+from tests.models import GPT, batch_for
+
+INTRA, INTER = Link(1e-4, 1e6), Link(3e-3, 2e4)
+DEVICE = Device("toy", 10**6, {"float32": 1e7}, 1e6, 1e-5)
+CLUSTER = Cluster("toy", DEVICE, 2, 3, INTRA, INTER, overlap=0.5)
+WEIGHT, BIAS = 40 * 30, 30
+BASE = ExchangeOptions(density=0.1)
+OPTIONS = [
+    replace(BASE, hierarchical=False),
+    replace(BASE, hierarchical=True, value_dtype="bfloat16"),
+    replace(BASE, hierarchical=True, density=0.9),
+    replace(BASE, hierarchical=False, error_feedback=False, exempt=()),
+    ExchangeOptions(method="dense", hierarchical=True),
+    ExchangeOptions(method="bf16"),
+    ExchangeOptions(method="powersgd", rank=3),
+    ExchangeOptions(method="sign"),
+]
+
+
+def names(options: ExchangeOptions) -> str:
+    return f"{options.method}-{options.density}-{options.hierarchical}-{options.value_dtype}-{options.error_feedback}"
+
+
+def one_block() -> OpGraph:
+    """A matrix of 40 x 30 and a bias of 30, float32."""
+    parameters = (Parameter("w", (40, 30), "float32", ""), Parameter("bias", (30,), "float32", ""))
+    op = Op("o", "Linear", "", "", ("w", "bias"), (), (), (), Amount())
+    segment = Segment("", Amount(), Amount(), Amount(), Amount())
+    return OpGraph("M", 1, (op,), (), parameters, (Block("", 0, False),), (segment,), 0, Amount())
+
+
+def model_of(options: ExchangeOptions, *, world_size: int = 6) -> ExchangeModel:
+    return make_exchange_model(options, graph=one_block(), cluster=CLUSTER, world_size=world_size)
+
+
+# ---- seconds --------------------------------------------------------------------------------------------------------
+
+
+def ring_pass(sizes: list[float], links: list[Link]) -> float:
+    """Every rank sends what it has to the next, hop by hop, until all rows (bytes) have been everywhere; a clock each."""
+    ranks, clocks = len(sizes), [0.0] * len(sizes)
+    rows = list(range(ranks))
+    for _ in range(ranks - 1):
+        arrivals = [clocks[r] + links[r].latency_seconds + sizes[rows[r]] / links[r].bandwidth for r in range(ranks)]
+        clocks = [max(clocks[r], arrivals[r - 1]) for r in range(ranks)]
+        rows = [rows[r - 1] for r in range(ranks)]
+    return max(clocks)
+
+
+WORLD = Link(INTER.latency_seconds, min(INTRA.bandwidth, 2 * INTER.bandwidth))  # one ring has the node's whole network
+
+
+def world_ring(size: float, *, passes: int = 1) -> float:
+    return passes * ring_pass([size] * 6, [WORLD] * 6)
+
+
+def seconds_by_hand(options: ExchangeOptions) -> float:
+    """Network seconds of `one_block` on 3 nodes x 2 ranks."""
+    exempt = 4 * BIAS if options.exempt and options.method in ("topk", "sign") else 0
+    small = world_ring(exempt / 6, passes=2) if exempt else 0.0
+    if options.method == "bf16":
+        return world_ring(2 * (WEIGHT + BIAS) / 6, passes=2)
+    if options.method == "powersgd":
+        return world_ring((4 * 40 * 3 + 4 * BIAS) / 6, passes=2) + world_ring(4 * 30 * 3 / 6, passes=2)
+    if options.method == "sign":
+        message = 4 + WEIGHT // 8 + 2  # in whole words
+        return world_ring(message) + small - 5 * WORLD.latency_seconds
+    total = 4 * (WEIGHT + BIAS)
+    in_node = ring_pass([total / 2] * 2, [INTRA] * 2)
+    if options.method == "dense":
+        return in_node + 2 * ring_pass([total / 2 / 3] * 3, [INTER] * 3) + in_node
+    entries = WEIGHT + BIAS - exempt // 4
+    if not options.hierarchical:
+        form = MessageFormat(WEIGHT + BIAS, round(options.density * entries), getattr(torch, options.value_dtype))
+        return world_ring(form.nbytes) + small - (5 * WORLD.latency_seconds if exempt else 0)
+    k = round(options.density * entries / 2)
+    form = MessageFormat((WEIGHT + BIAS) // 2, k, getattr(torch, options.value_dtype))
+    back = total if 6 * form.nbytes > total else 6 * form.nbytes
+    across = ring_pass([form.nbytes] * 3, [INTER] * 3)
+    return max(in_node, small) + across + ring_pass([back / 2] * 2, [INTRA] * 2)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=names)
+def test_network_seconds_are_those_of_messages_passed_on_hop_by_hop(options: ExchangeOptions) -> None:
+    model = model_of(options)
+    launches = model.work[""].calls * DEVICE.op_overhead_seconds
+    # The latencies of exempt gradients are told apart by sending one byte.
+    assert model.worker_seconds("") - launches == pytest.approx(seconds_by_hand(options), rel=1e-3)
+
+
+def test_device_seconds_by_hand() -> None:
+    n, s, w = WEIGHT + BIAS, 4 * (WEIGHT + BIAS), WEIGHT
+    k = round(0.1 * w)
+    expected = {
+        # gradient read, residual read and written; 50 bytes an entry to pack; zeros; 6 messages at 100; exempt 10 passes
+        OPTIONS[0]: s + 8 * n + 50 * k + s + 6 * 100 * k + 10 * 4 * BIAS,
+        OPTIONS[1]: (4 + 8) * n / 2 + 50 * k / 2 + s + 6 * 100 * k / 2 + 10 * 4 * BIAS,
+        # 6 messages are larger than the gradient: 3 are decoded
+        OPTIONS[2]: (4 + 8) * n / 2 + 50 * 540 + 2 * s + 3 * 100 * 540 + 10 * 4 * BIAS,
+        OPTIONS[3]: s + 50 * 123 + s + 6 * 100 * 123,
+        OPTIONS[4]: 2 * s + 36 * n / 2,
+        OPTIONS[5]: (4 + 2) * n + 2 * n + 2 * n + (2 + 4) * n,
+        OPTIONS[6]: 3 * s + 24 * n,
+        OPTIONS[7]: 2 * s + 20 * n + 6 * (8 * w + 156) + 10 * 4 * BIAS,
+    }
+    for options, moved in expected.items():
+        assert model_of(options).device_seconds("") == pytest.approx(moved / DEVICE.memory_bandwidth), names(options)
+    # P = M Q, Q = M^T P, P Q^T twice: 2 operations each; bases of P and Q
+    slow = replace(CLUSTER, device=replace(DEVICE, flops={"float32": 1.0}))
+    low_rank = make_exchange_model(OPTIONS[6], graph=one_block(), cluster=slow, world_size=6)
+    assert low_rank.device_seconds("") == 4 * 2 * 3 * WEIGHT + 4 * 9 * (40 + 30)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("options", OPTIONS, ids=names)
+def test_the_table_adds_up_to_what_explain_says(seed: int, options: ExchangeOptions) -> None:
+    rng, graph = random.Random(seed), random_graph(seed)
+    cluster = replace(CLUSTER, overlap=rng.choice([0.0, 0.4, 1.0]))
+    profile = replace(profile_of(graph), by_parameter=False)  # without ZeRO 1 every plan has the same excess
+    model = StepModel(graph, cluster, profile, 6, 3, exchange=options)
+    table = estimate_costs(model)
+    excess = []
+    for _ in range(10):
+        choice = {operator.name: rng.randrange(len(operator.configs)) for operator in table.operators}
+        configs = {operator.name: operator.configs[choice[operator.name]] for operator in table.operators}
+        result, (seconds, size) = explain(model, configs), table.evaluate(choice)
+        excess.append((seconds - result.step_seconds, size - result.peak_bytes))
+    assert all(other == (pytest.approx(excess[0][0]), pytest.approx(excess[0][1])) for other in excess)
+    largest = max(p.numel for p in graph.parameters)
+    assert -1e-9 <= excess[0][0] <= 1 and -1e-6 <= excess[0][1] <= 9 * largest
+
+
+def test_work_on_the_device_is_never_hidden() -> None:
+    graph = one_block()
+    model = model_of(OPTIONS[0])
+    for overlap in (0.0, 1.0):
+        cluster = replace(CLUSTER, overlap=overlap)
+        step = StepModel(graph, cluster, profile_of(graph), 6, 1, exchange=OPTIONS[0])
+        copies = 2 * 4 * (WEIGHT + BIAS) / DEVICE.memory_bandwidth  # into DDP's bucket
+        result = explain(step, {"": OpConfig.zero(0)})
+        whole = model.worker_seconds("") + model.device_seconds("") + copies
+        assert result.seconds["reduce"] == pytest.approx(whole)
+        # One block: nothing is left to compute when its gradients are complete.
+        assert result.exposed_communication_seconds == pytest.approx(whole)
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_an_exchange() -> None:
+    """Two blocks; `b` is last in forward, so its exchange is in flight first, and until backward is over."""
+    parameters = tuple(Parameter(f"{b}.w", (20, 20), "float32", b) for b in "ab")
+    ops = tuple(Op(b, "Linear", b, b, (f"{b}.w",), (), (), (), Amount()) for b in "ab")
+    timeline = tuple(Segment(b, Amount(), Amount(), Amount(), Amount()) for b in "ab")
+    blocks = (Block("a", 0, True), Block("b", 0, True))
+    graph = OpGraph("M", 1, ops, (), parameters, blocks, timeline, 0, Amount())
+    cluster, configs = replace(CLUSTER, devices_per_node=4, num_nodes=1), {b: OpConfig.zero(0) for b in "ab"}
+
+    def moments(options: ExchangeOptions | None) -> dict[str, float]:
+        step = StepModel(graph, cluster, profile_of(graph), 4, 1, exchange=options)
+        return dict(explain(step, configs).moments)
+
+    whole = moments(None)
+    form = MessageFormat(400, 40)
+    held, buffers = 4 * 400 + 8 * 40, 5 * form.nbytes
+    difference = {name: size - whole[name] for name, size in moments(replace(BASE, hierarchical=False)).items()}
+    assert difference == {
+        "rebuild_buckets": 0,  # before the second forward: the first step was dense
+        **dict.fromkeys(["forward 0", "forward 1", "step"], 2 * held),
+        "backward 1": 2 * held + buffers,
+        "backward 0": 2 * held + 2 * buffers,
+    }
+    no_memory = {name: size - whole[name] for name, size in moments(ExchangeOptions(method="bf16")).items()}
+    assert no_memory["forward 0"] == 0 and no_memory["backward 0"] == 2 * 800
+
+
+def test_compiled_kernels_count_where_bytes_beside_tensors_do() -> None:
+    on_cpu = replace(CLUSTER, device=replace(DEVICE, process_bytes=10))
+    graph, configs = one_block(), {"": OpConfig.zero(0)}
+
+    def process(cluster: Cluster, options: ExchangeOptions | None) -> float:
+        parts = explain(StepModel(graph, cluster, profile_of(graph), 6, 1, exchange=options), configs).peak_parts
+        return parts["process"]
+
+    assert [process(CLUSTER, options) for options in (None, OPTIONS[0], OPTIONS[6])] == [0, 0, 0]
+    assert [process(on_cpu, options) for options in (None, OPTIONS[6])] == [10, 10]
+    assert process(on_cpu, OPTIONS[0]) == process(on_cpu, OPTIONS[7]) == 10 + 2**24
+
+
+def test_by_nodes_a_rank_holds_back_its_shard_only() -> None:
+    flat, by_nodes = (model_of(replace(BASE, hierarchical=h)).work[""].kept_bytes for h in (False, True))
+    assert flat == 4 * (WEIGHT + BIAS) + 8 * 120 and by_nodes == 2 * (WEIGHT + BIAS) + 8 * 60
+
+
+class Small(L.LightningModule):
+    """One block and one bucket: two matrices, a scale and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(40, 16)), nn.Parameter(torch.randn(3, 40))
+        self.scale, self.bias = nn.Parameter(torch.ones(40)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, self.first) * self.scale, self.second, self.bias)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self(batch).square().mean()
+
+
+def really_sent(rank: int, options: ExchangeOptions) -> tuple[int, int]:
+    """Bytes that one step sends from here, and bytes held back."""
+    torch.manual_seed(0)
+    module = Small()
+    ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    exchange = CompressedExchange(options, topology=Topology(2, 1, rank))
+    exchange.register(ddp)
+    for step in range(3):
+        if step == 2:
+            exchange.statistics()
+        ddp(torch.randn(4, 16)).square().mean().backward()
+    states = exchange.state_dict()["ranks"]
+    residual = states[0].get("residual", {}) if rank == 0 else {}
+    sent = exchange.statistics().bytes_sent
+    exchange.close()
+    return sent, sum(tensor.nbytes for tensor in residual.values())
+
+
+@pytest.mark.parametrize("options", [o for o in OPTIONS if not o.hierarchical], ids=names)
+def test_messages_are_as_large_as_in_a_real_exchange(options: ExchangeOptions) -> None:
+    graph = capture(Small(), torch.zeros(4, 16), second_batch=torch.zeros(8, 16))
+    cluster = replace(CLUSTER, devices_per_node=1)
+    (work,) = make_exchange_model(options, graph=graph, cluster=cluster, world_size=2).work.values()
+    passes = {"all_reduce": 2, "all_gather": 1}
+    expected = sum(passes[op] * size / 2 for _, op, size in work.collectives) + work.exempt_bytes
+    (sent, held), _ = run_ranks(really_sent, 2, options)
+    assert sent == pytest.approx(expected, abs=1)
+    keeps = options.error_feedback and options.method != "bf16"
+    assert held == (4 * sum(p.numel() for p in Small().parameters()) if keeps else 0)
+    assert work.kept_bytes >= held
+
+
+# ---- what is exempt, what is legal ----------------------------------------------------------------------------------
+
+
+class Norms(GPT):
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.extra = nn.GroupNorm(2, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.extra(torch.zeros(1, 16)).sum()
+
+
+@pytest.mark.parametrize(
+    "rules", [(), ("norm",), ("bias",), ("norm", "bias"), ("embedding",), ("blocks.0.*", "head*"), ("*.qkv.*", "bias")]
+)
+def test_the_same_parameters_are_exempt_as_in_the_module(rules: tuple[str, ...]) -> None:
+    module = Norms() if "head*" not in rules else GPT()
+    graph = capture(module, batch_for(module), second_batch=batch_for(module, 8))
+    assert exempt_parameters(graph, rules) == exempt_names(module, rules)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "expected"),
+    [
+        (1, BASE, []),
+        (2, BASE, [False]),  # one node
+        (3, BASE, [False]),  # nodes of 2 and 1
+        (6, BASE, [False, True]),
+        (6, replace(BASE, hierarchical=True), [True]),
+        (2, replace(BASE, hierarchical=True), []),
+        (6, ExchangeOptions(method="dense"), [True]),
+        (6, ExchangeOptions(method="bf16"), [None]),
+    ],
+)
+def test_what_ranks_leave_open(world_size: int, options: ExchangeOptions, expected: list[bool | None]) -> None:
+    found = legal_exchanges(options, cluster=CLUSTER, world_size=world_size)
+    assert [choice.hierarchical for choice in found] == expected
+    assert all(choice == replace(options, hierarchical=choice.hierarchical) for choice in found)
+
+
+def test_wrong_models_are_refused() -> None:
+    graph, given = one_block(), replace(BASE, hierarchical=False)
+    profile = profile_of(graph)
+    with pytest.raises(ValueError, match="only whole gradients"):
+        StepModel(graph, CLUSTER, profile, 2, 1, "sharded", exchange=given)
+    for ranks, options in ((1, given), (2, replace(BASE, hierarchical=True)), (3, replace(BASE, hierarchical=True))):
+        with pytest.raises(ValueError, match="cannot exchange gradients"):
+            StepModel(graph, CLUSTER, profile, ranks, 1, exchange=options)

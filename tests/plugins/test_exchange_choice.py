@@ -1,0 +1,166 @@
+"""Gradient exchanges among the plans: what is searched, what is allowed, what is chosen."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from lightning_topt import AutoParallelStrategy
+from lightning_topt.communication.options import METHODS, ExchangeOptions
+from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.estimate import StepModel, explain, legal_configs, legal_families
+from lightning_topt.costs.exchange import legal_exchanges
+from lightning_topt.plan.choose import PlanFrontier, PlanPoint
+from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
+from lightning_topt.plugins.allowed_exchanges import DEFAULT_CANDIDATES, AllowedExchanges
+from lightning_topt.plugins.planning import search_plans
+from tests.costs.graphs import profile_of, random_graph
+
+EXCHANGES = (
+    ExchangeOptions(density=0.1),
+    ExchangeOptions(method="bf16"),
+    ExchangeOptions(method="powersgd", rank=1),
+    ExchangeOptions(method="sign"),
+    ExchangeOptions(method="dense", hierarchical=True),
+)
+
+
+def cluster(bandwidth: float, *, overlap: float = 0.5) -> Cluster:
+    """Three nodes of two; memory that is fast beside the network."""
+    device = Device("toy", 10**6, {"float32": 1e6}, 1e6)
+    return Cluster("toy", device, 2, 3, Link(1e-5, max(bandwidth, 1e5)), Link(1e-5, bandwidth), overlap=overlap)
+
+
+def every_plan(graph, *, cluster, optimizer, count, exchanges):
+    """All plans, one after another."""
+    uniform = uniform_plan(0, data_parallel_size=count)
+    for family in legal_families(optimizer, data_parallel_size=count):
+        arguments = {"family": family, "optimizer": optimizer, "data_parallel_size": count}
+        configs = [legal_configs(block, **arguments) for block in graph.blocks]
+        found = [e for options in exchanges for e in legal_exchanges(options, cluster=cluster, world_size=count)]
+        for exchange in (None, *(found if family == "replicated" else [])):
+            model = StepModel(graph, cluster, optimizer, count, 12 // count, family, exchange=exchange)
+            for choice in itertools.product(*configs):
+                result = explain(model, {b.name: config for b, config in zip(graph.blocks, choice, strict=True)})
+                yield PlanPoint(
+                    result.step_seconds, result.peak_bytes, count, replace(uniform, gradient_exchange=exchange)
+                )
+
+
+@pytest.mark.parametrize("bandwidth", [30.0, 3e4])
+@pytest.mark.parametrize("seed", range(6))
+def test_search_is_brute_force_over_blocks_and_exchanges(seed, bandwidth):
+    graph, machines = random_graph(seed, num_blocks=2), cluster(bandwidth)
+    optimizer = replace(profile_of(graph), by_parameter=False)  # with ZeRO 1 the search has bounds to go by
+    counts = (2, 6)
+    found = search_plans(
+        graph, cluster=machines, optimizer=optimizer, device_counts=counts, global_batch_size=12, exchanges=EXCHANGES
+    )
+    everything = [
+        point
+        for count in counts
+        for point in every_plan(graph, cluster=machines, optimizer=optimizer, count=count, exchanges=EXCHANGES)
+    ]
+    expected = PlanFrontier.of(everything)
+    assert [(p.devices, p.step_seconds, p.peak_bytes) for p in found.points] == [
+        (p.devices, pytest.approx(p.step_seconds), pytest.approx(p.peak_bytes)) for p in expected.points
+    ]
+
+
+def chosen(bandwidth, exchanges):
+    graph = random_graph(3)
+    frontier = search_plans(
+        graph,
+        cluster=cluster(bandwidth),
+        optimizer=profile_of(graph),
+        device_counts=(6,),
+        global_batch_size=12,
+        exchanges=exchanges,
+    )
+    return min(frontier.points, key=lambda point: point.step_seconds)
+
+
+def test_compression_is_chosen_where_it_is_faster_and_only_there():
+    assert chosen(30.0, EXCHANGES).plan.gradient_exchange in EXCHANGES[1:4]
+    assert chosen(1e9, EXCHANGES).plan.gradient_exchange is None
+    assert chosen(30.0, ()).plan.gradient_exchange is None
+    assert chosen(30.0, EXCHANGES).step_seconds < chosen(30.0, ()).step_seconds
+    assert chosen(1e9, EXCHANGES) == chosen(1e9, ())
+
+
+def test_a_searched_plan_says_whether_it_exchanges_by_nodes():
+    for exchange in (ExchangeOptions(density=0.1), ExchangeOptions(method="dense", hierarchical=True)):
+        graph = random_graph(3)
+        given = {"cluster": cluster(30.0), "optimizer": profile_of(graph), "global_batch_size": 12}
+        points = search_plans(graph, device_counts=(6,), exchanges=[exchange], **given).points
+        assert {p.plan.gradient_exchange.hierarchical for p in points if p.plan.gradient_exchange} <= {True, False}
+        for p in points:
+            assert p.plan == type(p.plan).from_yaml(p.plan.to_yaml())
+
+
+# ---- what is allowed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("allow", "candidates", "methods"),
+    [
+        (False, (), ()),
+        (True, DEFAULT_CANDIDATES, METHODS),
+        ("bf16", (ExchangeOptions(method="bf16"),), ("bf16",)),
+        ({"method": "topk", "density": 0.001}, (ExchangeOptions(density=0.001),), ("topk",)),
+        (ExchangeOptions(method="sign"), (ExchangeOptions(method="sign"),), ("sign",)),
+        (
+            ["topk", {"density": 0.1}, {"method": "powersgd", "rank": 4}, "topk"],
+            (ExchangeOptions(), ExchangeOptions(density=0.1), ExchangeOptions(method="powersgd", rank=4)),
+            ("topk", "powersgd"),
+        ),
+    ],
+)
+def test_forms_of_the_permission(allow, candidates, methods):
+    assert AllowedExchanges.read(allow) == AllowedExchanges(candidates, methods)
+
+
+@pytest.mark.parametrize(
+    ("allow", "says"),
+    [
+        ([], "empty list"),
+        ("top", "method is one of"),
+        ({"method": "topk", "densty": 0.1}, "unknown entries"),
+        ([{"method": "topk", "density": 2}], "density is the fraction"),
+        ("dense", "hierarchical"),
+        (3, "mapping"),
+        (ExchangeOptions(momentum=0.5), "momentum is not part of a plan"),
+    ],
+)
+def test_wrong_permissions_say_what_is_wrong(allow, says):
+    with pytest.raises(ValueError, match=f"allow_compression.*{says}"):
+        AutoParallelStrategy(allow_compression=allow)
+
+
+def test_a_given_plan_needs_the_permission(tmp_path):
+    plan = replace(uniform_plan(0, data_parallel_size=2), gradient_exchange=ExchangeOptions(hierarchical=False))
+    plan.save(tmp_path / "plan.yaml")
+    for given in (plan, plan.to_dict(), tmp_path / "plan.yaml"):
+        for allow in (False, "bf16"):
+            with pytest.raises(PlanError, match=r"compressed \(top-k 1 %\).*allow_compression=True, or \['topk'\]"):
+                AutoParallelStrategy(plan=given, allow_compression=allow)
+        for allow in (True, "topk", ["bf16", {"method": "topk", "density": 0.5}]):
+            assert AutoParallelStrategy(plan=given, allow_compression=allow).request.plan == plan
+    exact = replace(plan, gradient_exchange=ExchangeOptions(method="dense", hierarchical=True))
+    assert AutoParallelStrategy(plan=exact).request.plan == exact
+
+
+def test_a_hook_of_the_user_is_not_replaced():
+    def hook(state, bucket):
+        raise AssertionError
+
+    with pytest.raises(ValueError, match="would replace your communication hook"):
+        AutoParallelStrategy(allow_compression=True, ddp_comm_hook=hook)
+    exact = replace(
+        uniform_plan(0, data_parallel_size=2), gradient_exchange=ExchangeOptions(method="dense", hierarchical=True)
+    )
+    with pytest.raises(ValueError, match="would replace"):
+        AutoParallelStrategy(plan=exact, ddp_comm_hook=hook)
+    assert AutoParallelStrategy(ddp_comm_hook=hook, plan="ddp").request.own_hook

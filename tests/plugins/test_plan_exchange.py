@@ -1,0 +1,245 @@
+"""Plans with a gradient exchange, run by a Trainer on gloo ranks: against ``ddp``, chosen on a slow network, resumed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+
+from lightning_topt import AutoParallelStrategy
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.execution.engine import build_engine
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
+
+DEVICE = Device("one core", 2**33, {"float32": 5e10}, 1e10, 2e-6)
+SLOW = Cluster("0.1 Gb/s", DEVICE, 1, 2, Link(1e-4, 12.5e6), Link(1e-4, 12.5e6), backend="gloo")
+FAST = replace(SLOW, name="fast", intra=Link(1e-9, 1e12), inter=Link(1e-9, 1e12))
+BLOCKS = (("blocks.0", 1), ("blocks.1", 0), ("", 1))
+
+
+def plan_with(exchange: ExchangeOptions | None, *, ranks: int = 2) -> ParallelPlan:
+    """ZeRO 0 and 1, one block recomputed."""
+    blocks = (BlockPlan(name, OpConfig.zero(stage, recompute=name == "blocks.1")) for name, stage in BLOCKS)
+    return ParallelPlan(ranks, tuple(blocks), gradient_exchange=exchange)
+
+
+def fit(
+    plan: ParallelPlan | str | None, *, allow: Any = True, module: L.LightningModule | None = None, **kwargs: Any
+) -> tuple[L.Trainer, L.LightningModule]:
+    torch.manual_seed(0)
+    module = module or RecordingGPT()
+    strategy = AutoParallelStrategy(plan=plan, allow_compression=allow, cluster=kwargs.pop("cluster", SLOW))
+    nodes, checkpoint = kwargs.get("num_nodes", 1), kwargs.pop("ckpt_path", None)
+    local, rank = dist.get_world_size() // nodes, dist.get_rank()
+    os.environ.update(LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local), GROUP_RANK=str(rank // local))
+    trainer = make_trainer(strategy, devices=local, **{"max_steps": 6, **kwargs})
+    trainer.fit(module, loader(4, length=32 if "max_epochs" in kwargs else 64), ckpt_path=checkpoint)
+    return trainer, module
+
+
+def state(module: L.LightningModule) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def losses(rank: int, plan: ParallelPlan, kwargs: dict[str, Any]) -> Any:
+    _, dense = fit("ddp")
+    trainer, module = fit(plan, **kwargs)
+    statistics = trainer.strategy.exchange_statistics()
+    return dense.losses, module.losses, state(dense), state(module), statistics
+
+
+@pytest.mark.parametrize(
+    ("exchange", "ranks", "nodes"),
+    [
+        (ExchangeOptions(density=1.0, hierarchical=False), 2, 1),
+        (ExchangeOptions(density=1.0, hierarchical=True), 4, 2),
+        (ExchangeOptions(method="dense", hierarchical=True), 4, 2),
+    ],
+)
+def test_a_plan_that_sends_everything_equals_ddp(exchange: ExchangeOptions, ranks: int, nodes: int) -> None:
+    plan = plan_with(exchange, ranks=ranks)
+    results = on_ranks(losses, plan, {"num_nodes": nodes, "allow": "topk"}, world_size=ranks)
+    for dense, ours, expected, actual, statistics in results:
+        assert len(ours) >= 4 and ours == pytest.approx(dense, rel=1e-5)
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=2e-5)
+            assert torch.equal(actual[name], results[0][3][name])
+        assert statistics.steps == len(ours) - 2 and statistics.bytes_sent > 0  # the monitor has reported two
+
+
+@pytest.mark.parametrize("method", ["topk", "bf16", "powersgd", "sign"])
+def test_compressed_plans_learn_with_owned_steps_and_ranks_stay_equal(method: str) -> None:
+    results = on_ranks(losses, plan_with(ExchangeOptions(method=method)), {"max_steps": 8})
+    for dense, ours, _, actual, statistics in results:
+        assert ours[-1] < ours[0] and ours[1:] != dense[1 : len(ours)]
+        assert statistics.bytes_sent < statistics.dense_bytes
+        assert all(torch.equal(value, results[0][3][name]) for name, value in actual.items())
+
+
+# ---- planning -------------------------------------------------------------------------------------------------------
+
+
+def planned(rank: int, allow: Any, cluster: Cluster) -> Any:
+    trainer, module = fit(None, allow=allow, cluster=cluster, max_steps=3, module=RecordingGPT(width=64))
+    plan, planning = trainer.strategy.parallel_plan, trainer.strategy.planning
+    searched = {p.plan.gradient_exchange for p in planning.frontier.points} if planning else None
+    monitored = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("exchange/")}
+    return plan, plan.reason, searched, module.losses, monitored
+
+
+def test_a_slow_network_is_answered_by_compression_where_allowed() -> None:
+    (plan, reason, searched, losses, metrics), (other, *_) = on_ranks(planned, True, SLOW)
+    assert plan.gradient_exchange == ExchangeOptions(hierarchical=False) and other == plan
+    assert "gradients are sent compressed (top-k 1 %), which was allowed" in reason
+    assert None in searched  # exact plans stay: they need less memory
+    assert len(losses) == 3 and metrics["exchange/bytes_per_step"] < metrics["exchange/dense_bytes_per_step"]
+
+
+def test_never_unasked_and_never_where_it_does_not_pay() -> None:
+    for allow, cluster in ((False, SLOW), (True, FAST)):
+        plan, reason, searched, _, metrics = on_ranks(planned, allow, cluster)[0]
+        assert plan.gradient_exchange is None and "compressed" not in reason and searched == {None} and not metrics
+
+
+class Manual(RecordingGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Double(RecordingGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
+def refused(rank: int) -> list[str]:
+    by_nodes, flat = plan_with(ExchangeOptions(hierarchical=True)), plan_with(ExchangeOptions(hierarchical=False))
+    messages = []
+    for plan, module, error in (
+        (by_nodes, RecordingGPT(), PlanError),
+        (flat, Double(), PlanError),
+        (None, Manual(), ValueError),
+        (flat, Manual(), PlanError),
+    ):
+        with pytest.raises(error) as caught:
+            fit(plan, module=module)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_runs_that_cannot_have_the_exchange_say_so() -> None:
+    for nodes, double, manual, planned_manual in on_ranks(refused):
+        assert "this Trainer has one" in nodes and "hierarchical: false" in nodes
+        assert "torch.float64" in double and "gradient_exchange" in double
+        assert "allow_compression chooses nothing" in manual and "'ddp' only" in planned_manual
+
+
+# ---- checkpoints and precision --------------------------------------------------------------------------------------
+
+TOPK = plan_with(ExchangeOptions(density=0.1, hierarchical=False))
+
+
+def save(rank: int, path: str) -> Any:
+    """Two epochs of four steps, and one."""
+    _, whole = fit(TOPK, max_steps=-1, max_epochs=2)
+    trainer, half = fit(TOPK, max_steps=-1, max_epochs=1)
+    trainer.save_checkpoint(path)  # after the fit
+    return whole.losses, state(whole), half.losses
+
+
+def resume(rank: int, path: str, plan: ParallelPlan | str) -> Any:
+    trainer, module = fit(plan, max_steps=-1, max_epochs=2, ckpt_path=path)
+    statistics = trainer.strategy.exchange_statistics()
+    return module.losses, state(module), statistics
+
+
+def test_what_is_held_back_is_saved_and_resumed(tmp_path: Path) -> None:
+    path = str(tmp_path / "half.ckpt")
+    whole, final, half = on_ranks(save, path)[0]
+    held = torch.load(path, weights_only=True)["lightning_topt"]
+    assert ParallelPlan.from_dict(held["plan"]) == TOPK
+    assert held["gradient_exchange"]["step"] == 4 and len(held["gradient_exchange"]["ranks"]) == 2
+    for losses, parameters, _ in on_ranks(resume, path, TOPK):
+        assert half + losses == pytest.approx(whole, rel=1e-4)
+        for name, value in final.items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_it_resumes_whole_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "half.ckpt")
+    on_ranks(save, path)
+    for losses, _, statistics in on_ranks(resume, path, "ddp"):
+        assert len(losses) == 4 and statistics is None
+    for losses, _, statistics in on_ranks(resume, path, replace(TOPK, data_parallel_size=4), world_size=4):
+        assert len(losses) == 2 and statistics.residual_norm > 0
+
+
+class Overflow(RecordingGPT):
+    """The loss is infinite in step 3 on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (float("inf") if batch_idx == 3 and self.global_rank == 1 else 1.0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((self.head.weight[0, 0].item(), self.trainer.precision_plugin.scaler.get_scale()))
+
+
+def overflows(rank: int) -> Any:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    module = Overflow()
+    fit(TOPK, module=module, plugins=[plugin])
+    return module.seen
+
+
+def test_an_overflow_skips_the_step_on_all_ranks() -> None:
+    first, second = on_ranks(overflows)
+    assert first == second
+    weights, scales = zip(*first, strict=True)
+    assert weights[3] == weights[2] and len(set(weights)) == 5
+    assert scales == (1024.0,) * 3 + (512.0,) * 3
+
+
+# ---- without Lightning ----------------------------------------------------------------------------------------------
+
+
+def plain(rank: int) -> Any:
+    torch.manual_seed(rank)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    plan = ParallelPlan(2, (BlockPlan("", OpConfig.zero(1)),), gradient_exchange=ExchangeOptions(density=0.2))
+    engine = build_engine(plan, module, device=torch.device("cpu"))
+    model = engine.parallelize()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine.attach_optimizers([optimizer])
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    engine.release()
+    saved = engine.exchange_state()
+    engine.close()
+    assert engine.exchange is None and engine.exchange_state() is None
+    module(torch.randn(4, 8)).sum().backward()  # plain again
+    return state(module), saved  # type: ignore[arg-type]
+
+
+def test_an_engine_without_lightning() -> None:
+    (first, saved), (second, _) = on_ranks(plain)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert set(saved["ranks"][1]["residual"]) == set(first)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.communication.bucket import is_finite
-from lightning_topt.communication.node_exchange import Waitable
+from lightning_topt.communication.node.exchange import Waitable
 from lightning_topt.communication.options import VALUE_DTYPES
 from lightning_topt.communication.outer_step import (
     DenseMean,

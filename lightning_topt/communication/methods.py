@@ -7,16 +7,16 @@ import logging
 import torch
 
 from lightning_topt.communication.bucket import BucketExchange
-from lightning_topt.communication.dense import DenseExchange
-from lightning_topt.communication.half import HalfExchange
-from lightning_topt.communication.hierarchical import HierarchicalExchange
-from lightning_topt.communication.low_rank import LowRankExchange
-from lightning_topt.communication.node_exchange import CollectiveNodeExchange, NodeExchange
-from lightning_topt.communication.node_memory import SharedMemoryNodeExchange
-from lightning_topt.communication.node_page import NodeMemoryUnavailable
+from lightning_topt.communication.compressors.dense import DenseExchange
+from lightning_topt.communication.compressors.half import HalfExchange
+from lightning_topt.communication.compressors.hierarchical import HierarchicalExchange
+from lightning_topt.communication.compressors.low_rank import LowRankExchange
+from lightning_topt.communication.compressors.sign import SignExchange
+from lightning_topt.communication.compressors.sparse import SparseExchange
+from lightning_topt.communication.node.exchange import CollectiveNodeExchange, NodeExchange
+from lightning_topt.communication.node.memory import SharedMemoryNodeExchange
+from lightning_topt.communication.node.page import NodeMemoryUnavailable
 from lightning_topt.communication.options import ExchangeOptions
-from lightning_topt.communication.sign import SignExchange
-from lightning_topt.communication.sparse import SparseExchange
 from lightning_topt.communication.topology import Groups, Topology, make_groups
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.communication.collectives import all_gather_into
-from lightning_topt.communication.node_exchange import Waitable
+from lightning_topt.communication.compressors.wire import MessageFormat
+from lightning_topt.communication.node.exchange import Waitable
 from lightning_topt.communication.selection import feedback_top_k
-from lightning_topt.communication.wire import MessageFormat
 
 Wait = Callable[[Waitable | None], None]
 Named = Iterable[Tensor | tuple[str, Tensor]]

@@ -27,12 +27,12 @@ from functools import cached_property
 
 import torch
 
-from lightning_topt.communication.low_rank import matrix_shape, saves_enough
+from lightning_topt.communication.compressors.low_rank import matrix_shape, saves_enough
+from lightning_topt.communication.compressors.sign import SCALE_BYTES
+from lightning_topt.communication.compressors.sign_bits import packed_bytes
+from lightning_topt.communication.compressors.wire import MessageFormat
 from lightning_topt.communication.options import ExchangeOptions
-from lightning_topt.communication.sign import SCALE_BYTES
-from lightning_topt.communication.sign_bits import packed_bytes
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.wire import MessageFormat
 from lightning_topt.costs.sizes import gradient_bytes
 from lightning_topt.graph.op_graph import Parameter
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topt.communication.exempt import exempt_names
+from lightning_topt.communication.compressors.exempt import exempt_names
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology
 from tests.communication.exchange_ranks import (

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_topt.communication import peers
+from lightning_topt.communication.compressors.wire import MessageFormat
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import ExchangeOptions, LinkCosts
 from lightning_topt.communication.peers import PeerLostError
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.wire import MessageFormat
 from tests.communication.exchange_ranks import (
     assert_equal_on_all_ranks,
     batch,

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from lightning_topt.communication import peers
-from lightning_topt.communication.exempt import exempt_names
+from lightning_topt.communication.compressors.exempt import exempt_names
+from lightning_topt.communication.compressors.wire import BITMAP, INT32, MessageFormat
 from lightning_topt.communication.options import ExchangeOptions, LinkCosts
 from lightning_topt.communication.peers import PeerLostError, PeerMonitor
 from lightning_topt.communication.streams import HostStreams
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.wire import BITMAP, INT32, MessageFormat
 from lightning_topt.communication.worker import ExchangeWorker
 
 

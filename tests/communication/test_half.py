@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_topt.communication.bucket import NonFiniteGradient
-from lightning_topt.communication.half import HALF_DTYPES, HalfExchange
+from lightning_topt.communication.compressors.half import HALF_DTYPES, HalfExchange
 from tests.communication.buckets import SHAPES, exchange_step, gradients_of, make_exchange
 from tests.launch import run_ranks
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topt.communication.low_rank import (
+from lightning_topt.communication.compressors.low_rank import (
     LowRankExchange,
     first_factor,
     matrix_shape,

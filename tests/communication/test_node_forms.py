@@ -8,9 +8,10 @@ import os
 import pytest
 import torch
 
-from lightning_topt.communication import methods, node_page
-from lightning_topt.communication.node_exchange import CollectiveNodeExchange, NodeExchange
-from lightning_topt.communication.node_memory import SharedMemoryNodeExchange
+from lightning_topt.communication import methods
+from lightning_topt.communication.node import page as node_page
+from lightning_topt.communication.node.exchange import CollectiveNodeExchange, NodeExchange
+from lightning_topt.communication.node.memory import SharedMemoryNodeExchange
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology
 from tests.communication.exchange_ranks import assert_equal_on_all_ranks, train, wrap

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication import node_channel, node_memory, node_page
-from lightning_topt.communication.node_exchange import shard_bounds
-from lightning_topt.communication.node_memory import Buffers, SharedMemoryNodeExchange
-from lightning_topt.communication.node_page import LocalPeerLost, NodeMemoryUnavailable
+from lightning_topt.communication.node import channel as node_channel
+from lightning_topt.communication.node import memory as node_memory
+from lightning_topt.communication.node import page as node_page
+from lightning_topt.communication.node.exchange import shard_bounds
+from lightning_topt.communication.node.memory import Buffers, SharedMemoryNodeExchange
+from lightning_topt.communication.node.page import LocalPeerLost, NodeMemoryUnavailable
 from tests.launch import run_ranks
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.node_memory import SharedMemoryNodeExchange
-from lightning_topt.communication.node_page import LocalPeerLost, process_start
+from lightning_topt.communication.node.memory import SharedMemoryNodeExchange
+from lightning_topt.communication.node.page import LocalPeerLost, process_start
 from tests.launch import run_ranks
 
 

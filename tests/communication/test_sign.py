@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_topt.communication.sign import SignExchange
-from lightning_topt.communication.sign_bits import (
+from lightning_topt.communication.compressors.sign import SignExchange
+from lightning_topt.communication.compressors.sign_bits import (
     add_signs,
     add_signs_torch,
     mean_abs,

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topt.communication.exempt import exempt_names
+from lightning_topt.communication.compressors.exempt import exempt_names
+from lightning_topt.communication.compressors.wire import MessageFormat
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.wire import MessageFormat
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.estimate import StepModel, estimate_costs, explain
 from lightning_topt.costs.exchange import ExchangeModel, exempt_parameters, legal_exchanges, make_exchange_model

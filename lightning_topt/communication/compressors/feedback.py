@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_topt.communication.bucket import Bucket, BucketExchange, ExemptMean
+from lightning_topt.communication.compressors.residual import BucketResidual, ResidualStore, State
+from lightning_topt.communication.compressors.wire import MessageFormat
 from lightning_topt.communication.options import ExchangeOptions
-from lightning_topt.communication.residual import BucketResidual, ResidualStore, State
 from lightning_topt.communication.selection import NonFiniteError
 from lightning_topt.communication.topology import Groups, Topology
-from lightning_topt.communication.wire import MessageFormat
 
 
 class FeedbackExchange(BucketExchange):

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from lightning_topt.communication.node_exchange import PendingResult
-from lightning_topt.communication.node_kernels import Array, fetch
-from lightning_topt.communication.node_page import (
+from lightning_topt.communication.node.exchange import PendingResult
+from lightning_topt.communication.node.kernels import Array, fetch
+from lightning_topt.communication.node.page import (
     NAP_NANOSECONDS,
     LocalPeerLost,
     NodePage,

@@ -23,9 +23,9 @@ from lightning_topt.communication.bucket import (
     together,
 )
 from lightning_topt.communication.collectives import all_gather_into
-from lightning_topt.communication.local_residual import LocalResidual
+from lightning_topt.communication.compressors.local_residual import LocalResidual
+from lightning_topt.communication.compressors.sign_bits import add_signs, mean_abs, packed_bytes, take_signs
 from lightning_topt.communication.options import ExchangeOptions
-from lightning_topt.communication.sign_bits import add_signs, mean_abs, packed_bytes, take_signs
 from lightning_topt.communication.topology import Groups, Topology
 
 SCALE_BYTES = 4

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lightning_topt.communication.bucket import Bucket, ExemptMean, NonFiniteGradient, Stages, is_finite, together
 from lightning_topt.communication.collectives import ring_all_gather
-from lightning_topt.communication.feedback import FeedbackExchange, ScatterMean
-from lightning_topt.communication.node_exchange import NodeExchange, Waitable, shard_bounds
+from lightning_topt.communication.compressors.feedback import FeedbackExchange, ScatterMean
+from lightning_topt.communication.compressors.residual import BucketResidual
+from lightning_topt.communication.compressors.wire import MessageFormat
+from lightning_topt.communication.node.exchange import NodeExchange, Waitable, shard_bounds
 from lightning_topt.communication.options import ExchangeOptions
-from lightning_topt.communication.residual import BucketResidual
 from lightning_topt.communication.topology import Groups, Topology
-from lightning_topt.communication.wire import MessageFormat
 
 Steps = Generator[Waitable, None, None]
 

@@ -29,7 +29,7 @@ from lightning_topt.communication.bucket import (
     Stages,
     is_finite,
 )
-from lightning_topt.communication.local_residual import LocalResidual
+from lightning_topt.communication.compressors.local_residual import LocalResidual
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Groups, Topology
 

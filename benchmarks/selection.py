@@ -2,8 +2,9 @@
 
     python -m benchmarks.selection        # about 3 minutes; one thread
 
-Float32 from N(0, 1). Rounds are interleaved: in each, every method runs once on the same data. Figures are medians over the
-rounds with the lowest and highest round, and ratios of the medians.
+Float32 from N(0, 1). Rounds are interleaved: in each, every method runs once on the same data, after an untimed read that
+leaves the caches alike for all. Figures are medians over rounds, times with the lowest and highest round; a ratio is taken
+within each round, so that a machine that is slower for a while slows both sides.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def measure(numel: int, density: float, rounds: int) -> dict[str, list[float]]:
     for number in range(rounds + 1):
         for name, run in timed.items():
             kept = residual.clone() if name == FEEDBACK else None
+            (x.sum() + residual.sum()).item()
             start = time.perf_counter()
             run()
             if number:  # the first round warms up
@@ -62,6 +64,23 @@ def measure(numel: int, density: float, rounds: int) -> dict[str, list[float]]:
             if kept is not None:
                 residual.copy_(kept)
     return seconds
+
+
+def ratio(seconds: dict[str, list[float]], one: str, other: str) -> float:
+    """Median over the rounds of the time of `one` in units of the `other`'s."""
+    return statistics.median(a / b for a, b in zip(seconds[one], seconds[other], strict=True))
+
+
+def section(numel: int, density: float, seconds: dict[str, list[float]]) -> list[str]:
+    """Markdown lines of one table."""
+    lines = ["", f"## {numel:.0e} elements, {100 * density:g} % of them", ""]
+    lines += ["| method | ms, median (lowest to highest) | reads of the data |", "|---|---|---|"]
+    for name, values in seconds.items():
+        median, low, high = (1e3 * f(values) for f in (statistics.median, min, max))
+        lines.append(f"| {name} | {median:.2f} ({low:.2f} to {high:.2f}) | {ratio(seconds, name, READ):.2f} |")
+    bisection, torch_topk = (ratio(seconds, name, OURS) for name in (BISECTION, TORCH))
+    times = f"`top_k`: {bisection:.0f} times as fast as the bisection, {torch_topk:.0f} times as torch.topk."
+    return [*lines, "", times]
 
 
 def main() -> None:
@@ -72,24 +91,13 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warm_up()
-    lines = ["# Selection of the largest entries", "", machine(), "- one thread, float32 from N(0, 1)"]
+    rounds = f"- {options.rounds} interleaved rounds; ratios are medians of those within a round"
+    lines = ["# Selection of the largest entries", "", machine(), "- one thread, float32 from N(0, 1)", rounds]
     for numel in options.sizes:
         for density in (0.001, 0.01):
-            seconds = measure(numel, density, options.rounds)
-            median = {name: statistics.median(values) for name, values in seconds.items()}
-            lines += ["", f"## {numel:.0e} elements, {100 * density:g} % of them", ""]
-            lines += ["| method | ms, median (lowest to highest) | reads of the data |", "|---|---|---|"]
-            for name, values in seconds.items():
-                low, high = 1e3 * min(values), 1e3 * max(values)
-                reads = median[name] / median[READ]
-                lines.append(f"| {name} | {1e3 * median[name]:.2f} ({low:.2f} to {high:.2f}) | {reads:.2f} |")
-            bisection, torch_topk = median[BISECTION] / median[OURS], median[TORCH] / median[OURS]
-            lines += [
-                "",
-                f"`top_k`: {bisection:.0f} times as fast as the bisection, {torch_topk:.0f} times as torch.topk.",
-            ]
-            print("\n".join(lines[-14:]), flush=True)
-    (RESULTS / "selection.md").write_text("\n".join(lines) + "\n")
+            lines += section(numel, density, measure(numel, density, options.rounds))
+            print("\n".join(lines[-12:]), flush=True)
+            (RESULTS / "selection.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

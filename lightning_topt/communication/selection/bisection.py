@@ -33,10 +33,11 @@ def mstopk_indices(x: Tensor, k: int, *, rounds: int = ROUNDS, start: int | None
         raise NonFiniteError("top-k of values that are not finite")
     low, high = 0.0, 1.0
     enough, too_low = (0, math.inf), (x.numel(), 0.0)
+    reached = torch.empty_like(magnitudes, dtype=torch.bool)
     for _ in range(rounds):
         ratio = (low + high) / 2
         threshold = base + ratio * (top - base)
-        count = int((magnitudes >= threshold).sum())
+        count = int(torch.count_nonzero(torch.ge(magnitudes, threshold, out=reached)))
         if count <= k:
             high = ratio
             if count > enough[0]:

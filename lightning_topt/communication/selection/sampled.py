@@ -58,10 +58,11 @@ def first_largest(magnitudes: Tensor, k: int) -> Tensor:
 
 
 def _sample(x: Tensor) -> Tensor:
+    """The sample (m,) of the flat `x`: runs at equal distances, so that the same data give the same selection."""
     if sample_share(x.numel()) == 1.0:
         return x
     runs = x[: x.numel() // RUN * RUN].view(-1, RUN)
-    return runs[:: max(1, round(1 / SAMPLE_SHARE))].reshape(-1)
+    return runs[:: round(1 / SAMPLE_SHARE)].reshape(-1)
 
 
 def _reaching(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_topt.communication.selection import numba_kernels, triton_kernels
+from lightning_topt.communication.selection import search, triton_kernels
 from lightning_topt.communication.selection.bisection import mstopk_indices
 from lightning_topt.communication.selection.outcome import NonFiniteError, Selection
 from lightning_topt.communication.selection.sampled import first_largest, sampled_indices
@@ -42,10 +43,10 @@ def top_k(x: Tensor, k: int, *, method: str = "auto") -> Selection:
     elif method == "sampled" or (flat.device.type != "cpu" and not _has_triton(flat)):
         indices = sampled_indices(flat, k)
     elif flat.device.type == "cpu":
-        found = numba_kernels.select(flat.float().numpy(), k)
+        found = search.select(flat.contiguous(), k)
         if found is None:
             raise NonFiniteError("top-k of values that are not finite")
-        indices = torch.from_numpy(found).long()
+        return Selection(found[0].to(flat.dtype), torch.from_numpy(found[1].numpy().astype(np.int64)))
     else:
         indices = triton_kernels.select(flat, k)
     return Selection(flat[indices], indices)
@@ -91,11 +92,8 @@ def feedback_top_k(
 def _feedback_cpu(
     added: Tensor, residual: Tensor, k: int, scale: float, velocity: Tensor | None, momentum: float
 ) -> Selection | None:
-    moving = None if velocity is None else velocity.numpy()
-    found = numba_kernels.feedback_select(
-        residual.numpy(), added.float().numpy(), k, scale=scale, velocity=moving, momentum=momentum
-    )
-    return None if found is None else Selection(*(torch.from_numpy(array) for array in found))
+    found = search.feedback_select(added, residual, k, scale=scale, velocity=velocity, momentum=momentum)
+    return None if found is None else Selection(*found)
 
 
 def _feedback_device(
@@ -116,22 +114,20 @@ def _feedback_device(
 
 
 def _feedback_torch(added: Tensor, residual: Tensor, k: int, *, scale: float) -> Selection | None:
-    if not bool(torch.isfinite(added).all()):
-        return None
-    residual.add_(added, alpha=scale)
+    total = torch.add(residual, added, alpha=scale)
     try:
-        indices = sampled_indices(residual, k)
+        indices = sampled_indices(total, k)
     except NonFiniteError:
-        residual.sub_(added, alpha=scale)
         return None
-    values = residual[indices]
-    residual[indices] = 0
+    values = total[indices]
+    total[indices] = 0
+    residual.copy_(total)
     return Selection(values, indices.int())
 
 
 def warm_up() -> None:
     """Compile the CPU kernels now rather than in the first step."""
-    numba_kernels.warm_up()
+    search.warm_up()
 
 
 def _has_triton(x: Tensor) -> bool:
@@ -148,6 +144,8 @@ def _check(x: Tensor, k: int) -> None:
 
 
 def _check_state(gradient: Tensor, residual: Tensor, velocity: Tensor | None) -> None:
+    if not gradient.is_contiguous():
+        raise ValueError("gradient is a contiguous tensor; got strides " + str(gradient.stride()))
     for name, state in (("residual", residual), ("velocity", velocity)):
         if state is None:
             continue

@@ -38,11 +38,13 @@ if triton is not None:
         finite = magnitude < float("inf")
         if ACCUMULATE:
             tl.store(values + at, x, mask=inside & finite)
-        tl.atomic_max(state + 1, tl.max((inside & (finite == 0)).to(tl.int32)))
+        if tl.max((inside & (finite == 0)).to(tl.int32), axis=0) > 0:
+            tl.atomic_max(state + 1, 1)
         keep = (inside & finite & (magnitude >= tl.load(threshold))).to(tl.int32)
-        start = tl.atomic_add(state, tl.sum(keep))
-        position = start + tl.cumsum(keep, 0) - 1
-        tl.store(indices + position, at.to(tl.int32), mask=(keep > 0) & (position < room))
+        found = tl.sum(keep, axis=0)
+        if found > 0:  # one counter for all: no traffic where nothing is kept
+            position = tl.atomic_add(state, found) + tl.cumsum(keep, axis=0) - 1
+            tl.store(indices + position, at.to(tl.int32), mask=(keep > 0) & (position < room))
 
 
 def select(x: Tensor, k: int) -> Tensor:
@@ -73,7 +75,10 @@ def _select(values: Tensor, added: Tensor, k: int, *, scale: float, accumulate: 
     state = torch.zeros(2, dtype=torch.int32, device=values.device)
     grid: Any = (triton.cdiv(numel, BLOCK),)
     if numel:
-        _collect[grid](values, added, scale, threshold, indices, state, numel, room, ACCUMULATE=accumulate, SIZE=BLOCK)
+        with torch.cuda.device(values.device):
+            _collect[grid](
+                values, added, scale, threshold, indices, state, numel, room, ACCUMULATE=accumulate, SIZE=BLOCK
+            )
     count, infinite = state.tolist()
     if infinite:
         return None

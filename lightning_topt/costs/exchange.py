@@ -130,7 +130,7 @@ def _ranks_per_node(cluster: Cluster, world_size: int) -> int:
 
 
 def exempt_parameters(graph: OpGraph, rules: Sequence[str]) -> frozenset[str]:
-    """Names of the parameters that `rules` exempt, as `communication.exempt.exempt_names` finds them in a module."""
+    """Names of the parameters that `rules` exempt, as `compressors.exempt.exempt_names` finds them in a module."""
     kinds: dict[str, set[str]] = {}
     for op in graph.ops:
         for name in op.parameters:

@@ -59,8 +59,7 @@ class BucketResidual:
         options = self.options
         if not options.error_feedback:
             chosen = top_k(gradient, k, method=options.selection)
-            indices, order = chosen.indices.sort()
-            return Selection(chosen.values.float()[order] * scale, indices)
+            return Selection(chosen.values.float() * scale, chosen.indices)
         residual, velocity = self._allocated(gradient)
         if options.selection == "auto":
             return feedback_top_k(gradient, residual, k, scale=scale, velocity=velocity, momentum=options.momentum)
@@ -68,11 +67,10 @@ class BucketResidual:
             raise NonFiniteError("the gradient has NaN or infinities")
         self._accumulate(gradient, scale=scale)
         chosen = top_k(residual, k, method=options.selection)
-        indices, order = chosen.indices.sort()
         for tensor in (residual, velocity):
             if tensor is not None:
-                tensor[indices.long()] = 0
-        return Selection(chosen.values[order], indices)
+                tensor[chosen.indices] = 0
+        return chosen
 
     def _allocated(self, like: Tensor) -> tuple[Tensor, Tensor | None]:
         def zeros() -> Tensor:

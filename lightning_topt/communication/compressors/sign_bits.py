@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_topt.communication.compiled import Function, compiled
+
 Array = npt.NDArray[Any]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 ROW = 64  # values summed in float32 before they are added to the float64 total; loops over rows of a matrix vectorise
 
@@ -67,7 +67,7 @@ def add_signs_torch(packed: Tensor, *, step: float, values: Tensor) -> None:
 
 
 def _kernel(function: Function) -> Function:
-    return cast(Function, numba.njit(nogil=True, cache=True, fastmath={"reassoc"})(function))
+    return compiled(function, fastmath={"reassoc"})
 
 
 @_kernel

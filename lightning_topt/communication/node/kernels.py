@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core.types import ExternalFunction
 from numba.extending import intrinsic
 
+from lightning_topt.communication.compiled import compiled
+
 Array = npt.NDArray[Any]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 FUTEX_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
@@ -31,11 +32,6 @@ _copy = ExternalFunction("memcpy", _long(_long, _long, _long))
 _errno_location = ExternalFunction("__errno_location", _long())
 _yield = ExternalFunction("sched_yield", _int())
 _syscall = ExternalFunction("syscall", _long(_long, _long, _long, _long, _long, _long, _long))
-
-
-def kernel(function: Function) -> Function:
-    """Compile without the GIL; what is compiled is cached on disk."""
-    return cast(Function, njit(nogil=True, cache=True)(function))
 
 
 def _typed_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +85,7 @@ def widen(typing: Any, value: Any) -> Any:
     return types.float32(value), generate
 
 
-@kernel
+@compiled
 def fetch(process: int, target: int, source: int, size: int, vector: int) -> int:
     """Copy `size` bytes of `process` at `source` to `target`; process 0 is this one. Returns 0 or an error number.
 
@@ -111,7 +107,7 @@ def fetch(process: int, target: int, source: int, size: int, vector: int) -> int
     return 0
 
 
-@kernel
+@compiled
 def gather_ranks(
     processes: Array, sources: Array, targets: Array, sizes: Array, rank: int, vector: int
 ) -> tuple[int, int]:
@@ -128,7 +124,7 @@ def gather_ranks(
     return 0, 0
 
 
-@kernel
+@compiled
 def sum_ranks(
     total: Array, own: Array, processes: Array, sources: Array, rank: int, received: Array, vector: int
 ) -> tuple[int, int]:
@@ -159,14 +155,14 @@ def sum_ranks(
     return 0, 0
 
 
-@kernel
+@compiled
 def announce(word: int, value: int) -> None:
     """Set the shared int64 at `word` after everything written before, and wake who waits for it."""
     store_release(word, value)
     _syscall(FUTEX_CALL, word, FUTEX_WAKE, EVERY_WAITER, 0, 0, 0)
 
 
-@kernel
+@compiled
 def wait_for(word: int, value: int, nanoseconds: int, timespec: int) -> bool:
     """Whether the shared int64 at `word` reached `value`, after sleeping at most `nanoseconds` (below 1 s) or being woken."""
     for _ in range(YIELDS):
@@ -182,7 +178,7 @@ def wait_for(word: int, value: int, nanoseconds: int, timespec: int) -> bool:
     return load_acquire(word) >= value
 
 
-@kernel
+@compiled
 def load_word(word: int) -> int:
     """The shared int64 at `word`; reads that follow see what was written before it was set."""
     value: int = load_acquire(word)

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from lightning_topt.communication.compiled import compiled
 from lightning_topt.communication.selection.lanes import (
     GROUP,
     INFINITY_BITS,
@@ -33,10 +33,7 @@ DIGITS = ((16, 15), (8, 8), (0, 8))  # of a magnitude: lowest bit and width
 
 
 def _kernel(function: Any) -> Any:
-    try:
-        return njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
-    except RuntimeError:  # no place to write a cache to: compiled anew in each process
-        return njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+    return compiled(function, error_model="numpy", boundscheck=False)
 
 
 @_kernel

@@ -52,41 +52,71 @@ class EagerTopK:
 
 @dataclass
 class Method:
-    """A prepared module, and our exchange where it is ours."""
+    """A prepared module; the bytes that leave a node for others per step, by formula; and our exchange where it is ours."""
 
-    ddp: DistributedDataParallel
+    ddp: nn.Module
+    bytes_per_step: float
     exchange: CompressedExchange | None = None
+
+
+def _ring_bytes(nbytes: float, *, passes: int) -> float:
+    """A ring over all ranks in order, of which one rank per node sends to another node: a gather of `nbytes` (`passes` 1)
+    or an all-reduce (2)."""
+    world_size = dist.get_world_size()
+    return passes * (world_size - 1) * nbytes / world_size
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(module, gradient_as_bucket_view=True, init_sync=False, **options)
 
 
-def _hooked(module: nn.Module, hook: Any, state: Any = None, **options: Any) -> Method:
+def _hooked(module: nn.Module, hook: Any, state: Any = None, *, sent: float, **options: Any) -> Method:
     ddp = _wrap(module, **options)
     ddp.register_comm_hook(state=state, hook=hook)
-    return Method(ddp)
+    return Method(ddp, sent)
+
+
+def _dense(module: nn.Module) -> Method:
+    return Method(_wrap(module), _ring_bytes(4 * _numel(module), passes=2))
+
+
+def _fp16(module: nn.Module) -> Method:
+    return _hooked(module, fp16_compress_hook, sent=_ring_bytes(2 * _numel(module), passes=2))
 
 
 def _eager_top_k(module: nn.Module, density: float) -> Method:
     state = EagerTopK(density)
-    return _hooked(module, lambda _, bucket: state.hook(bucket))
+    sent = _ring_bytes(dist.get_world_size() * density * _numel(module) * (4 + 8), passes=1)
+    return _hooked(module, lambda _, bucket: state.hook(bucket), sent=sent)
 
 
 def _power_sgd(module: nn.Module, rank: int) -> Method:
     state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-    return _hooked(module, powerSGD_hook, state, bucket_cap_mb=ONE_BUCKET_MB)
+    elements = 0
+    for parameter in module.parameters():
+        rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
+        factors = (rows + columns) * min(rows, columns, rank)
+        is_compressed = parameter.dim() > 1 and factors * state.min_compression_rate < parameter.numel()
+        elements += factors if is_compressed else parameter.numel()
+    sent = _ring_bytes(4 * elements, passes=2)
+    return _hooked(module, powerSGD_hook, state, sent=sent, bucket_cap_mb=ONE_BUCKET_MB)
 
 
 def _ours(module: nn.Module, **options: Any) -> Method:
     ddp, exchange = _wrap(module), CompressedExchange(ExchangeOptions(timeout_seconds=120, **options))
     exchange.register(ddp)
-    return Method(ddp, exchange)
+    return Method(ddp, 0.0, exchange)  # it counts by itself
 
 
+ALONE = "no exchange, each rank alone"
+DENSE = "DDP, dense"
 PEERS: dict[str, Callable[[nn.Module], Method]] = {
-    "DDP, dense": lambda module: Method(_wrap(module)),
-    "torch fp16 hook": lambda module: _hooked(module, fp16_compress_hook),
+    DENSE: _dense,
+    "torch fp16 hook": _fp16,
     "torch PowerSGD, rank 1": lambda module: _power_sgd(module, 1),
     "torch PowerSGD, rank 2": lambda module: _power_sgd(module, 2),
     "torch PowerSGD, rank 4": lambda module: _power_sgd(module, 4),
@@ -102,13 +132,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def names(ranks_per_node: int) -> list[str]:
-    """Names of the methods that a lab with so many ranks per node compares."""
-    return [*PEERS, *FLAT, *(HIERARCHICAL if ranks_per_node > 1 else {}), *OTHERS]
-
-
 def prepare(name: str, module: nn.Module) -> Method:
     """The method `name` over `module`; a collective call."""
+    if name == ALONE:
+        return Method(module, 0.0)
     if name in PEERS:
         return PEERS[name](module)
     return _ours(module, **(FLAT | HIERARCHICAL | OTHERS)[name])

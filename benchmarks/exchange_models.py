@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 
-SEQ_LEN, SEQUENCES, IMAGES = 32, 2, 4
+SEQ_LEN, SEQUENCES, IMAGES = 32, 1, 1
 
 
 class GPT(nn.Module):

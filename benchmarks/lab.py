@@ -10,7 +10,9 @@ GROUP_RANK, MASTER_ADDR, ...), with one thread each. Needs root, iproute2 and a 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,10 +20,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT = "29500"
+HEADERS = 14 + 20 + 32  # bytes: Ethernet, IPv4, TCP with time stamps
+_made = itertools.count()
 # Paced datagrams for a competing flow: address, port, bytes per second.
 FLOW = """
 import socket, sys, time
@@ -34,7 +38,7 @@ while True:
         sender.sendto(bytes(size), (address, port))
     except ConnectionRefusedError:
         pass
-    sent += size
+    sent += size + 42  # headers of UDP, IP and Ethernet
 """
 
 
@@ -48,24 +52,42 @@ def check_root() -> None:
         raise LabError("the lab makes network namespaces, which needs root: run it with sudo, or leave it out")
 
 
+def end_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end this process as an exception, so that a lab is taken down; for the main thread of a script."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+
+
 class Lab:
-    """Nodes 0 .. `nodes` - 1 as long as the context lasts. `rate` is in tc's units ("1gbit"); None: unlimited."""
+    """Nodes 0 .. `nodes` - 1 as long as the context lasts. What labs of killed processes left is taken down first.
+
+    `rate` of each node's link is in tc's units ("1gbit"), None: unlimited. Raises ValueError for a number of nodes that is not
+    1 to 250, LabError where the machine cannot make one.
+    """
 
     def __init__(self, nodes: int, *, rate: str | None, burst: str = "256kb") -> None:
+        if not 1 <= nodes <= 250:
+            raise ValueError(f"a lab has 1 to 250 nodes; got {nodes}")
         check_root()
         self.rate, self.burst = rate, burst
-        mark = os.getpid() % 0xFFFF
-        self.bridge, self._octet = f"tbr{mark:x}", os.getpid() % 250 + 1
-        self.nodes = [f"topt{mark:x}n{i}" for i in range(nodes)]
-        self._links = [f"tv{mark:x}n{i}" for i in range(nodes)]
+        # Never a name twice: the kernel takes its time to end a namespace. At most 15 characters.
+        mark = f"{os.getpid():x}-{next(_made) % 256:x}"
+        self.bridge = f"tbr{mark}"
+        self.nodes = [f"topt{mark}n{i}" for i in range(nodes)]
+        self._links = [f"tv{mark}n{i}" for i in range(nodes)]
         self._flows: list[subprocess.Popen[bytes]] = []
 
     def address(self, node: int) -> str:
         """IPv4 address of a node on the bridge."""
-        return f"10.78.{self._octet}.{node + 1}"
+        return f"10.78.0.{node + 1}"
 
     def __enter__(self) -> Lab:
         try:
+            _remove_abandoned()
             _sh("ip", "link", "add", self.bridge, "type", "bridge")
             _sh("ip", "link", "set", self.bridge, "up")
             for i in range(len(self.nodes)):
@@ -97,39 +119,28 @@ class Lab:
         for flow in self._flows:
             flow.kill()
             flow.wait()
+        self._flows.clear()
         for name in self.nodes:
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
-            for pid in pids.split():
-                try:
-                    os.kill(int(pid), signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", self.bridge], capture_output=True, check=False)
+            _remove_node(name)
+        _sh("ip", "link", "del", self.bridge, check=False)
 
     def add_flow(self, source: int, target: int, *, bytes_per_second: float) -> None:
-        """Datagrams from one node to another until the lab ends."""
+        """Datagrams from one node to another, at that rate with their headers, until the lab ends."""
         arguments = [sys.executable, "-c", FLOW, self.address(target), "9", str(bytes_per_second)]
         self._flows.append(subprocess.Popen(["ip", "netns", "exec", self.nodes[source], *arguments]))
 
     def run(self, command: Sequence[str], *, ranks_per_node: int = 1, timeout: float = 900) -> str:
-        """Run ``python *command`` on every rank; returns rank 0's output. Raises LabError with that of a rank that failed."""
+        """Run ``python *command`` on every rank, `timeout` seconds at most; returns rank 0's output.
+
+        Raises LabError with the output of a rank that failed; the others are killed.
+        """
         world_size = len(self.nodes) * ranks_per_node
         with tempfile.TemporaryDirectory() as folder:
             logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
-            processes = []
-            for rank, log in enumerate(logs):
-                with log.open("wb") as out:
-                    processes.append(
-                        subprocess.Popen(
-                            ["ip", "netns", "exec", self.nodes[rank // ranks_per_node], sys.executable, *command],
-                            env=self._environment(rank, ranks_per_node),
-                            cwd=ROOT,
-                            stdout=out,
-                            stderr=subprocess.STDOUT,
-                        )
-                    )
+            processes: list[subprocess.Popen[bytes]] = []
             try:
+                for rank, log in enumerate(logs):
+                    processes.append(self._start(rank, command, log=log, ranks_per_node=ranks_per_node))
                 failed = _wait(processes, timeout)
             finally:
                 for process in processes:
@@ -137,8 +148,18 @@ class Lab:
                     process.wait()
             if failed is not None:
                 output = logs[failed].read_text(errors="replace")
-                raise LabError(f"rank {failed} failed (or none ended within {timeout:.0f} s):\n{output[-4000:]}")
+                raise LabError(f"rank {failed} failed, or did not end within {timeout:.0f} s:\n{output[-4000:]}")
             return logs[0].read_text(errors="replace")
+
+    def _start(self, rank: int, command: Sequence[str], *, log: Path, ranks_per_node: int) -> subprocess.Popen[bytes]:
+        with log.open("wb") as out:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.nodes[rank // ranks_per_node], sys.executable, *command],
+                env=self._environment(rank, ranks_per_node),
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
 
     def _environment(self, rank: int, ranks_per_node: int) -> dict[str, str]:
         node, local_rank = divmod(rank, ranks_per_node)
@@ -162,11 +183,22 @@ class Lab:
 
 
 def sent_bytes(device: str = "eth0") -> int:
-    """Bytes that left this process's node through `device` since it exists."""
+    """Bytes that left this process's node through `device` since it exists, with all headers."""
+    return _sent(device)[0]
+
+
+def sent_payload(device: str = "eth0") -> int:
+    """The same without the headers of TCP, IP and Ethernet. What is cut into packets later (by the link) has one header."""
+    nbytes, packets = _sent(device)
+    return nbytes - HEADERS * packets
+
+
+def _sent(device: str) -> tuple[int, int]:
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == device:
-            return int(counters.split()[8])
+            nbytes, packets, *_ = map(int, counters.split()[8:])
+            return nbytes, packets
     raise LabError(f"this node has no device {device}")
 
 
@@ -185,20 +217,48 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int |
     return next(rank for rank, process in enumerate(processes) if process.poll() is None)
 
 
-def _sh(*command: str) -> None:
-    job = subprocess.run(command, capture_output=True, text=True, check=False)
-    if job.returncode:
+def _remove_node(name: str) -> None:
+    """Kill what runs in a node, and delete it with its link."""
+    for pid in _sh("ip", "netns", "pids", name, check=False).split():
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    # The link by itself, for a namespace lives on as long as a packet of it is somewhere.
+    _sh("ip", "link", "del", name.replace("topt", "tv"), check=False)
+    _sh("ip", "netns", "del", name, check=False)
+
+
+def _remove_abandoned() -> None:
+    """Take down what labs left whose process was killed; names tell the process."""
+    names = re.findall(r"^(topt(([0-9a-f]+)-[0-9a-f]+)n\d+)\b", _sh("ip", "netns", "list"), re.MULTILINE)
+    for name, mark, pid in names:
+        if not Path(f"/proc/{int(pid, 16)}").exists():
+            _remove_node(name)
+            _sh("ip", "link", "del", f"tbr{mark}", check=False)
+
+
+def _sh(*command: str, check: bool = True) -> str:
+    try:
+        job = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise LabError(f"the lab needs the command {command[0]!r}: install iproute2") from None
+    if job.returncode and check:
         raise LabError(f"{' '.join(command)}: {job.stderr.strip()}")
+    return job.stdout
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--rate", default="1gbit", help="of each node's link, in tc's units; empty: unlimited")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("command", nargs="+", help="after --: script.py or -m module, and its arguments")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.nodes < 1 or options.ranks_per_node < 1:
+        parser.error("--nodes and --ranks-per-node are at least 1")
+    end_on_signals()
     try:
         with Lab(options.nodes, rate=options.rate or None) as lab:
             print(lab.run(options.command, ranks_per_node=options.ranks_per_node, timeout=options.timeout), end="")

@@ -1,153 +1,146 @@
 """Step time, bytes and time to a loss of gradient exchanges over slow links: a lab of two nodes on this machine.
 
-    sudo python -m benchmarks.network                  # about 40 minutes on 2 cores
-    sudo python -m benchmarks.network --only "1x 1gbit gpt" --rounds 5
+    sudo python -m benchmarks.network                  # about an hour on 2 quiet cores
+    sudo python -m benchmarks.network --quick          # the main methods at 1 Gb/s, few rounds; printed, not kept
+    sudo python -m benchmarks.network --only "1x 1gbit gpt" --rounds 9
     python -m benchmarks.network --report              # the tables from what was measured
 
-Set-ups are measured one after the other and kept in benchmarks/results/network.json; in each, all methods run in one job,
-interleaved round by round. A round's figure is the median over its steps of the slowest rank.
+Set-ups are measured one after the other and kept in benchmarks/results/network.json; in each, the methods run in one job,
+interleaved round by round. A round's figure is the median over its steps of the slowest rank. Measure on a machine that does
+nothing else: rounds beside other work are repeated, and the report says how much there was.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import network_report
 from benchmarks.common import RESULTS, machine
-from benchmarks.lab import Lab, LabError
+from benchmarks.exchange_methods import ALONE, DENSE, FLAT, HIERARCHICAL, OTHERS, PEERS
+from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.network_report import DISTURBANCES, SETUPS, TO_LOSS, UNDISTURBED, disturbed_name
 
 FILE = RESULTS / "network.json"
 RATES = {"1gbit": 1e9 / 8, "200mbit": 2e8 / 8}  # bytes per second
-SETUPS = {
-    f"{ranks}x {rate} {model}": (ranks, rate, model) for ranks in (1, 2) for rate in RATES for model in ("gpt", "cnn")
-}
-DISTURBED = {"10 % of the link taken": {"flow": 0.1}, "rank 1 late by 0.2 s in every step": {"straggler": 1}}
-TO_LOSS = [
-    "DDP, dense",
-    "torch fp16 hook",
-    "torch PowerSGD, rank 4",
-    "ours, PowerSGD, rank 2",
-    "ours, flat top-k, 1 %",
-    "ours, flat top-k, 0.1 %",
-]
-LOSS = 2.9  # nats per byte
+BY_METHOD = (
+    "seconds",
+    "node_bytes",
+    "node_payload",
+    "formula_bytes",
+    "equal",
+    "checksum",
+)  # what a job gives by method
 
 
-def run_job(ranks: int, rate: str, *arguments: str, flow: float = 0.0, timeout: float = 1500) -> dict[str, Any]:
-    """One job in a lab of two nodes."""
-    with tempfile.TemporaryDirectory() as folder, Lab(2, rate=rate) as lab:
-        out = Path(folder) / "result.json"
-        if flow:
-            lab.add_flow(0, 1, bytes_per_second=flow * RATES[rate])
-        command = ["-m", "benchmarks.network_run", "--nodes", "2", "--out", str(out), *arguments]
-        lab.run(command, ranks_per_node=ranks, timeout=timeout)
-        result: dict[str, Any] = json.loads(out.read_text())
-        return result
+@dataclass(frozen=True)
+class Job:
+    """One set-up: its name, ranks per node, rate of the links, arguments of `network_run`, methods that run together."""
+
+    name: str
+    ranks: int
+    rate: str
+    arguments: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
+    flow: float = 0.0  # share of the link from node 0 to node 1
+
+    def run(self, timeout: float = 1500) -> dict[str, Any]:
+        """Everything measured, of all groups; "reference" has the dense rounds beside which a method ran."""
+        merged: dict[str, Any] = {"reference": {}}
+        for methods in self.groups:
+            result = self._run_group(methods, timeout)
+            if "reached" in result:
+                return result
+            for name in methods:
+                merged["reference"].setdefault(name, result["seconds"].get(DENSE))
+            for kind, values in result.items():
+                known = merged.get(kind)
+                if kind in BY_METHOD and known:
+                    known |= {name: value for name, value in values.items() if name not in known}
+                elif kind in ("others", "rounds") and known:
+                    merged[kind] = known + values
+                else:
+                    merged[kind] = values
+        return merged
+
+    def _run_group(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder, Lab(2, rate=self.rate) as lab:
+            out = Path(folder) / "result.json"
+            if self.flow:
+                lab.add_flow(0, 1, bytes_per_second=self.flow * RATES[self.rate])
+            command = ["-m", "benchmarks.network_run", "--out", str(out), *self.arguments, "--methods", *methods]
+            lab.run(command, ranks_per_node=self.ranks, timeout=timeout)
+            result: dict[str, Any] = json.loads(out.read_text())
+            return result
 
 
-def measure(options: argparse.Namespace) -> None:
-    """Everything that `options.only` names, kept one by one."""
-    jobs: dict[str, tuple[int, str, list[str], dict[str, Any]]] = {}
+def groups(ranks: int) -> tuple[tuple[str, ...], ...]:
+    """What is compared with so many ranks per node; four processes have no room for all methods at once."""
+    if ranks == 1:
+        return ((ALONE, *PEERS, *FLAT, *OTHERS),)
+    return (ALONE, DENSE, *FLAT, *HIERARCHICAL), tuple(PEERS), (DENSE, *OTHERS)
+
+
+def jobs(rounds: int) -> Iterator[Job]:
+    """The whole benchmark."""
     for name, (ranks, rate, model) in SETUPS.items():
-        jobs[name] = ranks, rate, ["--model", model, "--rounds", str(options.rounds)], {}
-    for name, disturbance in DISTURBED.items():
-        for ranks in (1, 2):
-            method = "hierarchical, 1 %" if ranks == 2 else "flat top-k, 1 %"
-            arguments = ["--rounds", "2", "--methods", method]
-            if "straggler" in disturbance:
-                arguments += ["--straggler", "1"]
-            jobs[f"{ranks}x 1gbit, {name}"] = ranks, "1gbit", arguments, {"flow": disturbance.get("flow", 0.0)}
-        jobs["1x 1gbit, undisturbed"] = 1, "1gbit", ["--rounds", "2", "--methods", "flat top-k, 1 %"], {}
-        jobs["2x 1gbit, undisturbed"] = 2, "1gbit", ["--rounds", "2", "--methods", "hierarchical, 1 %"], {}
+        yield Job(name, ranks, rate, ("--model", model, "--rounds", str(rounds)), groups(ranks))
+    for ranks, method in UNDISTURBED.items():
+        for what, (flow, straggler) in DISTURBANCES.items():
+            arguments = ("--steady", "--rounds", "2", "--straggler", str(straggler))
+            yield Job(disturbed_name(ranks, what), ranks, "1gbit", arguments, ((method,),), flow)
     for method in TO_LOSS:
-        jobs[f"to loss: {method}"] = 1, "1gbit", ["--methods", method, "--loss", str(LOSS)], {}
-    for name, (ranks, rate, arguments, more) in jobs.items():
-        if options.only and not any(part in name for part in options.only):
+        yield Job(f"to loss: {method}", 1, "1gbit", ("--loss", str(network_report.LOSS)), ((method,),))
+
+
+def quick_jobs() -> Iterator[Job]:
+    """A look at the main methods, for one who changes them."""
+    main = (ALONE, DENSE, "torch fp16 hook", "torch PowerSGD, rank 4", "ours, flat top-k, 1 %")
+    for ranks in (1, 2):
+        methods = main if ranks == 1 else (*main, "ours, hierarchical, 1 %")
+        yield Job(f"{ranks}x 1gbit gpt", ranks, "1gbit", ("--model", "gpt", "--rounds", "3"), (methods,))
+
+
+def measure(chosen: Iterator[Job], file: Path, *, only: Sequence[str]) -> None:
+    """Every job whose name has a part in `only` (all if empty), kept in `file` one by one."""
+    for job in chosen:
+        if only and not any(part in job.name for part in only):
             continue
-        print(name, flush=True)
-        done = load()
-        done[name] = run_job(ranks, rate, *arguments, **more)
-        FILE.write_text(json.dumps(done, indent=1) + "\n")
+        print(job.name, flush=True)
+        result = job.run()
+        file.write_text(json.dumps(load(file) | {job.name: result}, indent=1) + "\n")
 
 
-def load() -> dict[str, Any]:
-    results: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+def load(file: Path) -> dict[str, Any]:
+    """What was measured, by name."""
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return results
 
 
-def report() -> str:
-    """All tables."""
-    done = load()
-    lines = ["# Gradient exchange over slow links", "", machine(), ""]
-    lines += [
-        "Two nodes (network namespaces) whose links pass a token bucket; gloo; one thread per rank; SGD. `k x`: ranks a node;",
-        "with 2 x 2 ranks four processes share two cores. GPT: 8 blocks of width 512, 64 bytes per rank; CNN:",
-        "convolutions of 512 channels, 4 images per rank. Bytes left node 0 per step, counted at its interface; in",
-        "brackets our own count of the payload. Ratios are of medians over the rounds (lowest to highest round in ms).",
-    ]
-    for name in SETUPS:
-        if name in done:
-            lines += ["", f"## {name}", "", *_table(done[name])]
-    lines += ["", "## Disturbed", "", "| set-up | step ms | parameters |", "|---|---|---|"]
-    for ranks in (1, 2):
-        calm = done.get(f"{ranks}x 1gbit, undisturbed")
-        for name in ("undisturbed", *DISTURBED):
-            result = done.get(f"{ranks}x 1gbit, {name}")
-            if result and calm:
-                lines.append(_disturbed_row(f"{ranks}x 1gbit, {name}", result, calm))
-    lines += ["", f"## Time to a training loss of {LOSS} nats per byte (1x 1gbit, GPT, AdamW)", ""]
-    lines += ["| method | seconds | steps | loss reached |", "|---|---|---|---|"]
-    for method in TO_LOSS:
-        if result := done.get(f"to loss: {method}"):
-            reached = f"{result['loss']:.3f}" + ("" if result["reached"] else " (not reached)")
-            lines.append(f"| {method} | {result['seconds']:.1f} | {result['steps']} | {reached} |")
-    return "\n".join(lines) + "\n"
-
-
-def _table(result: dict[str, Any]) -> list[str]:
-    median = {name: statistics.median(values) for name, values in result["seconds"].items()}
-    dense = median["DDP, dense"]
-    rows = [f"{result['parameters'] / 1e6:.1f} M parameters", ""]
-    rows += ["| method | step ms | times dense | MB per step | equal on all ranks |", "|---|---|---|---|---|"]
-    for name, values in result["seconds"].items():
-        counted = statistics.median(result["node_bytes"][name]) / 1e6
-        own = result["formula_bytes"].get(name)
-        size = f"{counted:.2f}" + (f" ({own / 1e6:.2f})" if own is not None else "")
-        spread = f"{1e3 * median[name]:.0f} ({1e3 * min(values):.0f} to {1e3 * max(values):.0f})"
-        rows.append(f"| {name} | {spread} | {dense / median[name]:.2f} | {size} | {_yes(result['equal'][name])} |")
-    return rows
-
-
-def _disturbed_row(name: str, result: dict[str, Any], calm: dict[str, Any]) -> str:
-    (method, values), *_ = result["seconds"].items()
-    same = result["checksum"][method] == calm["checksum"][method]
-    words = "equal on all ranks" if result["equal"][method] else "**differ between ranks**"
-    words += ", bit for bit as undisturbed" if same else ", **not as undisturbed**"
-    return f"| {name} ({method}) | {1e3 * statistics.median(values):.0f} | {words} |"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "**no**"
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="parts of the set-ups' names")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--report", action="store_true")
-    options = parser.parse_args()
-    if not options.report:
-        try:
-            measure(options)
-        except LabError as error:
-            sys.exit(f"network: {error}")
-    text = report()
-    (RESULTS / "network.md").write_text(text)
+    options = parser.parse_args(arguments)
+    end_on_signals()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "quick.json" if options.quick else FILE
+        if not options.report:
+            try:
+                measure(quick_jobs() if options.quick else jobs(options.rounds), file, only=options.only)
+            except LabError as error:
+                sys.exit(f"network: {error}")
+        text = network_report.report(load(file), machine())
+    if not options.quick:
+        (RESULTS / "network.md").write_text(text)
     print(text)
 
 

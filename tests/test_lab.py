@@ -1,0 +1,200 @@
+"""The lab of slow links that the benchmarks use. What needs namespaces is skipped where they cannot be made."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import lab, network
+from benchmarks.lab import ROOT, Lab, LabError
+
+SENT = 500_000
+RANK = f"""
+import json, os, socket, time
+from benchmarks.lab import sent_bytes, sent_payload
+
+before, payload, other = sent_bytes(), sent_payload(), 0
+if os.environ["RANK"] == "0":
+    with socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as server:
+        connection, _ = server.accept()
+        while received := connection.recv(65536):
+            other += len(received)
+        connection.close()
+else:
+    for _ in range(500):
+        try:
+            connection = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    connection.sendall(bytes({SENT}))
+    connection.shutdown(socket.SHUT_WR)
+    assert not connection.recv(1)  # closed there, so all has arrived
+    assert 1.0001 * {SENT} < sent_bytes() - before < 1.1 * {SENT}, sent_bytes() - before
+    assert abs(sent_payload() - payload - {SENT}) < 5000, sent_payload() - payload  # small packets have other headers
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS"]
+print(json.dumps({{"received": other, **{{name: int(os.environ[name]) for name in names}}}}))
+"""
+GLOO = """
+import torch, torch.distributed as dist
+from benchmarks.lab import sent_bytes
+
+dist.init_process_group("gloo")
+dist.barrier()
+wire, loopback = sent_bytes("eth0"), sent_bytes("lo")
+dist.all_reduce(torch.zeros(1_000_000))
+dist.barrier()
+print("counted", sent_bytes("eth0") - wire, sent_bytes("lo") - loopback)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def signals_as_before():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def namespaces():
+    try:
+        with Lab(1, rate="1gbit"):
+            pass
+    except LabError as error:
+        pytest.skip(f"no lab on this machine: {error}")
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "job.py"
+    path.write_text(text)
+    return str(path)
+
+
+def existing() -> str:
+    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return names + subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+
+
+def start_and_wait(path: str) -> subprocess.Popen[bytes]:
+    """The lab's command with a job that sleeps; returns when its second node is there and has a process."""
+    command = [sys.executable, "-m", "benchmarks.lab", "--rate", "", "--", path]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        node = f"topt{process.pid:x}-0n1"
+        found = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True, check=False)
+        if found.stdout.strip():
+            return process
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError("the lab did not start its job")
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments"), [(lab.main, ["--", "job.py"]), (network.main, []), (network.main, ["--quick"])]
+)
+def test_without_root_it_says_so_and_stops(run, arguments, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(lab, "_sh", lambda *command, **_: pytest.fail(f"ran {command}"))
+    with pytest.raises(SystemExit, match="needs root"):
+        run(arguments)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--nodes", "0", "--", "x.py"], ["--ranks-per-node", "0", "--", "x.py"]])
+def test_wrong_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        lab.main(arguments)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_number_of_nodes():
+    for nodes in (0, 251):
+        with pytest.raises(ValueError, match="1 to 250 nodes"):
+            Lab(nodes, rate=None)
+
+
+def test_missing_command():
+    with pytest.raises(LabError, match="install iproute2"):
+        lab._sh("no-such-command-as-ip")
+
+
+def test_two_nodes_talk_over_a_shaped_link(namespaces, tmp_path):
+    with Lab(2, rate="200mbit") as cluster:
+        shapes = [
+            subprocess.run(
+                ["ip", "netns", "exec", node, "tc", "qdisc", "show", "dev", "eth0"],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            for node in cluster.nodes
+        ]
+        output = cluster.run([script(tmp_path, RANK)], timeout=60)
+    assert all("tbf" in shape and "rate 200Mbit" in shape for shape in shapes)
+    assert json.loads(output) == {
+        "received": SENT,
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 1,
+        "GROUP_RANK": 0,
+        "OMP_NUM_THREADS": 1,
+    }
+    assert not any(node in existing() for node in (*cluster.nodes, cluster.bridge))
+
+
+def test_ranks_of_one_node_talk_over_loopback(namespaces, tmp_path):
+    with Lab(1, rate="200mbit") as cluster:
+        output = cluster.run([script(tmp_path, GLOO)], ranks_per_node=2, timeout=60)
+    wire, loopback = map(int, output.split("counted")[1].split())
+    assert wire < 1000
+    assert loopback > 8_000_000  # both ranks send half of 4 MB twice
+
+
+def test_a_flow_takes_the_link(namespaces, tmp_path):
+    job = (
+        "import os, time; from benchmarks.lab import sent_bytes\n"
+        "end = time.monotonic() + 30\n"
+        "while os.environ['RANK'] == '0' and sent_bytes() < 500_000 and time.monotonic() < end: time.sleep(0.01)\n"
+        "print(sent_bytes())"
+    )
+    for _ in range(2):  # also after a lab whose last packets the kernel still holds
+        with Lab(2, rate="1gbit") as cluster:
+            cluster.add_flow(0, 1, bytes_per_second=5e6)
+            assert int(cluster.run([script(tmp_path, job)], timeout=60)) >= 500_000
+        assert not any(node in existing() for node in cluster.nodes)
+
+
+def test_a_failed_rank_is_named_and_all_is_taken_down(namespaces, tmp_path):
+    job = "import os, time\nif os.environ['RANK'] == '1': raise OSError('no disk')\ntime.sleep(100)"
+    with pytest.raises(LabError, match=r"(?s)rank 1 failed.*no disk"), Lab(2, rate=None) as cluster:
+        cluster.run([script(tmp_path, job)], timeout=60)
+    assert not any(node in existing() for node in (*cluster.nodes, cluster.bridge))
+
+
+def test_a_rate_that_tc_refuses(namespaces):
+    with pytest.raises(LabError, match="fast"), Lab(1, rate="fast"):
+        pass
+    assert f"{os.getpid():x}-" not in existing()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_lab_that_is_ended_leaves_nothing(namespaces, tmp_path, number):
+    process = start_and_wait(script(tmp_path, "import time\ntime.sleep(100)"))
+    process.send_signal(number)
+    process.wait(timeout=30)
+    if number == signal.SIGKILL:  # it could do nothing itself; the next one does
+        assert f"topt{process.pid:x}-0n1" in existing()
+        with Lab(1, rate=None):
+            pass
+    assert f"{process.pid:x}-0" not in existing()

@@ -27,11 +27,10 @@ class SparseExchange(FeedbackExchange):
         rows = torch.empty((self.topology.world_size, form.nbytes), dtype=torch.uint8, device=message.device)
         self.count_ring(rows.nbytes, passes=1)
         work = ring_all_gather(rows, message, group=self.groups.world[0])
+        total = ScatterMean(bucket.buffer, scale=bucket.loss_scale / self.topology.world_size)  # zeroed meanwhile
         yield together(work, exempt)
-        own_finite = not message[0]
         if rows[:, 0].any():
-            raise NonFiniteGradient(own=not own_finite)
-        total = ScatterMean(bucket.buffer, scale=bucket.loss_scale / self.topology.world_size)
+            raise NonFiniteGradient(own=bool(message[0]))
         for row in rows:
             total.add(row, form=form)
         total.write()

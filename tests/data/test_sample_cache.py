@@ -1,0 +1,228 @@
+"""The tiers together: counts as theory says, shared by processes, nothing left in shared memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_topt.data.memory_file import MemoryUnavailable, available_bytes, open_shared
+from lightning_topt.data.sample_cache import RefusedCacheError, SampleCache
+from lightning_topt.data.sample_codec import decode, encode, size_of
+
+ITEMS = 50
+FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
+
+
+def sample(item):
+    return torch.full((100,), float(item)), item
+
+
+SIZE = size_of(encode(sample(0)))
+
+
+def make(directory, *, memory=ITEMS, disk=ITEMS, **options):
+    return SampleCache(
+        directory, fingerprint="f", num_items=ITEMS, memory_bytes=memory * SIZE, disk_bytes=disk * SIZE, **options
+    )
+
+
+def epoch(cache, *, items=range(ITEMS)):
+    """Every item once, through the cache; what came from the source."""
+    read = []
+    for item in items:
+        entry = cache.get(item)
+        if entry is None:
+            read.append(item)
+            cache.put(item, encode(sample(item)))
+        else:
+            tensor, label = decode(entry)
+            assert torch.equal(tensor, sample(item)[0]) and label == item
+    return read
+
+
+@pytest.mark.parametrize("memory", [0, 20, ITEMS])
+@pytest.mark.parametrize("disk", [0, 10, ITEMS])
+def test_misses_are_what_found_no_room(tmp_path, memory, disk):
+    if memory + disk == 0:
+        return
+    cache = make(tmp_path, memory=memory, disk=disk)
+    assert epoch(cache) == list(range(ITEMS))
+    cache.statistics(reset=True)
+    for seed in range(3):
+        order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(seed)).tolist()
+        assert len(epoch(cache, items=order)) == ITEMS - max(memory, disk)
+        statistics = cache.statistics(reset=True)
+        assert statistics.misses == ITEMS - max(memory, disk)
+        assert statistics.memory_hits == memory and statistics.disk_hits == max(0, disk - memory)
+        assert (statistics.memory_items, statistics.disk_items) == (memory, disk)
+        assert (statistics.memory_bytes, statistics.disk_bytes) == (memory * SIZE, disk * SIZE)
+
+
+def test_the_disk_outlives_the_run_and_fills_the_memory_of_the_next(tmp_path):
+    epoch(make(tmp_path))
+    cache = make(tmp_path)
+    assert cache.statistics().memory_items == 0  # the first one's memory went with it
+    assert epoch(cache) == [] and cache.statistics().disk_hits == ITEMS
+    cache.statistics(reset=True)
+    assert epoch(cache) == [] and cache.statistics().memory_hits == ITEMS
+
+
+def _worker(cache, out):
+    out.put((epoch(cache), cache.statistics().memory_hits))
+
+
+@pytest.mark.parametrize("context", [FORK, SPAWN], ids=["fork", "spawn"])
+def test_processes_share_one_memory(tmp_path, context):
+    cache, out = make(tmp_path, disk=0), context.Queue()
+    first = context.Process(target=_worker, args=(cache, out))
+    first.start()
+    assert out.get(timeout=60)[0] == list(range(ITEMS))
+    first.join()
+    assert epoch(cache) == []
+    second = context.Process(target=_worker, args=(cache, out))
+    second.start()
+    assert out.get(timeout=60)[0] == []
+    second.join()
+
+
+def test_another_job_finds_the_memory(tmp_path):
+    cache = make(tmp_path, disk=0)
+    epoch(cache)
+    code = f"from tests.data.test_sample_cache import *; print(len(epoch(make({str(tmp_path)!r}, disk=0))))"
+    root = Path(__file__).parents[2]
+    job = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert job.stdout.strip() == "0"
+
+
+def _fill_and_hang(tmp_path, filled):
+    cache = make(tmp_path, disk=0)
+    epoch(cache)
+    filled.set()
+    time.sleep(60)
+    cache.close()
+
+
+def test_nothing_is_left_in_shared_memory_by_a_killed_job(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    filled = FORK.Event()
+    job = FORK.Process(target=_fill_and_hang, args=(tmp_path, filled))
+    job.start()
+    assert filled.wait(30)
+    link = (tmp_path / "f" / "memory").read_text().split()
+    assert os.path.exists(f"/proc/{link[0]}/fd/{link[1]}")
+    os.kill(job.pid, signal.SIGKILL)
+    job.join()
+    assert set(os.listdir("/dev/shm")) <= before
+    cache = make(tmp_path, disk=0)  # the registry names a dead process
+    assert epoch(cache) == list(range(ITEMS))
+
+
+def test_the_memory_goes_with_the_last_cache(tmp_path):
+    def held():
+        names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
+        return sum("memfd:lightning-topt" in name for name in names)
+
+    def _exists(fd):
+        return os.path.islink(f"/proc/self/fd/{fd}")
+
+    before = held()
+    first, second = make(tmp_path), make(tmp_path)
+    assert held() == before + 2
+    first.close()
+    first.close()
+    del second
+    assert held() == before
+
+
+def test_pickled_it_opens_the_same_tiers(tmp_path):
+    cache = make(tmp_path)
+    epoch(cache)
+    assert epoch(pickle.loads(pickle.dumps(cache))) == []
+
+
+def test_a_refused_cache_forgets_everything_and_stays_closed(tmp_path):
+    cache, other = make(tmp_path), make(tmp_path)
+    epoch(cache)
+    cache.refuse("two draws differ")
+    assert other.get(0) is None
+    with pytest.raises(RefusedCacheError, match="two draws differ"):
+        make(tmp_path)
+
+
+def test_damage_is_counted_and_repaired(tmp_path):
+    cache = make(tmp_path, memory=0)
+    epoch(cache)
+    where = cache.disk.locate(7)
+    os.pwrite(where.descriptor, b"\0" * 8, where.offset + 64)
+    assert epoch(cache) == [7] and cache.statistics().damaged == 1
+    assert epoch(cache) == []
+
+
+@pytest.mark.parametrize(("memory", "disk"), [(0, 0), (-1, 5), (5, -1)])
+def test_no_room_is_an_error(tmp_path, memory, disk):
+    with pytest.raises(ValueError, match="needs room"):
+        make(tmp_path, memory=memory, disk=disk)
+
+
+class OtherNode:
+    """Holds odd items."""
+
+    def __init__(self):
+        self.entries, self.asked, self.closed = {}, [], False
+
+    def is_own(self, item):
+        return item % 2 == 0
+
+    def fetch(self, items):
+        self.asked.append(list(items))
+        return [self.entries.get(item) for item in items]
+
+    def push(self, item, parts):
+        self.entries[item] = bytearray(b"".join(bytes(part) for part in parts))
+
+    def close(self):
+        self.closed = True
+
+
+def test_items_of_other_nodes_are_fetched_together_and_given_to_their_owner(tmp_path):
+    peers = OtherNode()
+    cache = make(tmp_path, peers=peers)
+    assert cache.get_many(range(6)) == [None] * 6 and peers.asked == [[1, 3, 5]]
+    for item in range(6):
+        cache.put(item, encode(sample(item)))
+    assert sorted(peers.entries) == [1, 3, 5] and len(cache.memory) == len(cache.disk) == 3
+    cache.statistics(reset=True)
+    assert [decode(entry)[1] for entry in cache.get_many(range(6))] == list(range(6))
+    statistics = cache.statistics()
+    assert (statistics.memory_hits, statistics.peer_hits, statistics.misses) == (3, 3, 0)
+    cache.close()
+    assert peers.closed
+
+
+def test_a_foreign_registry_is_not_trusted(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("x")
+    with path.open() as file:
+        (tmp_path / "memory").write_text(f"{os.getpid()} {file.fileno()} secret\nnonsense\n1 2\n")
+        descriptor = open_shared(tmp_path / "memory")
+    assert os.fstat(descriptor).st_size == 0
+    os.close(descriptor)
+
+
+def test_without_memfd_the_error_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(MemoryUnavailable, match="memory_bytes=0"):
+        make(tmp_path)
+
+
+def test_available_memory_is_a_sensible_number():
+    assert 0 < available_bytes() < 1 << 50

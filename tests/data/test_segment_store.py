@@ -1,0 +1,249 @@
+"""A tier: what is read is what was written, whatever happens to its file or its writers."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from lightning_topt.data import store_file
+from lightning_topt.data.segment_store import CLAIMED, SegmentStore, checksum
+from lightning_topt.data.store_file import PAGE, RECORD, LockTimeout, StoreFile, locked
+
+ITEMS = 40
+FORK = multiprocessing.get_context("fork")
+
+
+def payload(item, size=1000):
+    return np.random.default_rng(item).bytes(size)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path
+
+
+def open_store(folder, *, capacity_bytes=1 << 20, num_items=ITEMS, **options):
+    descriptor = os.open(folder / "samples", os.O_RDWR | os.O_CREAT, 0o600)
+    file = StoreFile(descriptor, num_items=num_items, lock=folder / "lock", **options)
+    return SegmentStore(file, capacity_bytes=capacity_bytes)
+
+
+def content(store, item):
+    entry = store.read(item)
+    return None if entry is None else entry.tobytes()
+
+
+def test_written_once_and_read_back_by_another(folder):
+    store = open_store(folder)
+    assert store.read(3) is None and 3 not in store
+    assert store.write(3, [payload(3)[:10], payload(3)[10:]])
+    assert store.write(3, [payload(3)])  # already there
+    again = open_store(folder)
+    assert content(again, 3) == payload(3) and len(again) == 1 and again.used_bytes == 1000
+    with pytest.raises(IndexError):
+        again.read(ITEMS)
+
+
+def test_scattered_reads(folder):
+    store = open_store(folder)
+    store.write(0, [payload(0)])
+    parts = [np.empty(size, np.uint8) for size in (100, 0, 900)]
+    assert store.read_into(0, parts) and b"".join(part.tobytes() for part in parts) == payload(0)
+    assert not store.read_into(0, parts[:2]) and not store.read_into(1, parts)
+
+
+def test_entries_of_many_buffers(folder):
+    store = open_store(folder)
+    parts = [bytes([i % 256]) * 3 for i in range(1500)]
+    assert store.write(0, parts) and content(store, 0) == b"".join(parts)
+
+
+def test_never_evicts_and_holds_exactly_its_capacity(folder):
+    store = open_store(folder, capacity_bytes=10_500)
+    order = random.Random(0).sample(range(ITEMS), ITEMS)
+    assert [store.write(item, [payload(item)]) for item in order] == [True] * 10 + [False] * (ITEMS - 10)
+    assert sorted(order[:10]) == [item for item in range(ITEMS) if item in store]
+    assert store.write(order[20], [payload(0, 400)]) and not store.write(order[21], [payload(0, 400)])
+
+
+def test_every_flipped_bit_is_found(folder):
+    """Anywhere in the file: in entries, index or header, never a wrong sample; what is lost is stored again."""
+    store, rng = open_store(folder), random.Random(1)
+    for item in range(ITEMS):
+        store.write(item, [payload(item)])
+    size = store.file.space().tail
+    for _ in range(400):
+        position, bit = rng.randrange(size), 1 << rng.randrange(8)
+        byte = os.pread(store.file.descriptor, 1, position)[0]
+        os.pwrite(store.file.descriptor, bytes([byte ^ bit]), position)
+        reader = open_store(folder)
+        for item in range(ITEMS):
+            assert content(reader, item) in (None, payload(item))
+            assert reader.write(item, [payload(item)]) and content(reader, item) == payload(item)
+        os.close(reader.file.descriptor)
+
+
+@pytest.mark.parametrize("size", [0, 100, PAGE + 100, 3 * PAGE, 20_000])
+def test_a_file_that_was_cut_off(folder, size):
+    store = open_store(folder)
+    for item in range(ITEMS):
+        store.write(item, [payload(item)])
+    os.truncate(folder / "samples", size)
+    for reader in (store, open_store(folder)):
+        for item in range(ITEMS):
+            assert content(reader, item) in (None, payload(item))
+    store = open_store(folder)
+    for item in range(ITEMS):
+        assert store.write(item, [payload(item)]) and content(store, item) == payload(item)
+
+
+def _write_for_ever(folder, seed):
+    store, rng = open_store(folder), random.Random(seed)
+    while True:
+        for item in rng.sample(range(ITEMS), ITEMS):
+            store.write(item, [payload(item)])
+        store.clear()
+
+
+def test_writers_killed_at_random_moments(folder):
+    """The next ones find no wrong sample, wait for no lock, and can store everything; places do not leak."""
+    rng = random.Random(0)
+    for seed in range(25):
+        writers = [FORK.Process(target=_write_for_ever, args=(folder, seed + 100 * i)) for i in range(2)]
+        for writer in writers:
+            writer.start()
+        time.sleep(0.005 + rng.random() * 0.02)
+        for writer in writers:
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.join()
+        store = open_store(folder)
+        for item in range(ITEMS):
+            assert content(store, item) in (None, payload(item))
+        os.unlink(folder / "samples")
+    store = open_store(folder)
+    for item in range(ITEMS):
+        assert store.write(item, [payload(item)]) and content(store, item) == payload(item)
+
+
+def test_a_writer_killed_between_reserving_and_publishing_leaves_its_place(folder):
+    store = open_store(folder)
+    assert store._claim(5, 1000) is not None and 5 not in store
+    used = store.used_bytes
+    other = open_store(folder)
+    assert other.write(5, [payload(5)]) and content(store, 5) == payload(5) and other.used_bytes == used
+    assert store._claim(6, 500) is not None
+    assert other.write(6, [payload(6)]) and content(store, 6) == payload(6)  # of another size: another place
+
+
+def test_a_damaged_entry_is_stored_again_in_its_place(folder):
+    store = open_store(folder)
+    store.write(1, [payload(1)])
+    os.pwrite(store.file.descriptor, b"?", store.locate(1).offset + 10)
+    used = store.used_bytes
+    assert store.read(1) is None and store.damaged == 1 and store._record(1)[0] == CLAIMED
+    assert store.write(1, [payload(1)]) and content(store, 1) == payload(1) and store.used_bytes == used
+
+
+def _write_all(folder, seed, barrier):
+    store = open_store(folder)
+    barrier.wait()
+    for item in random.Random(seed).sample(range(ITEMS), ITEMS):
+        store.write(item, [payload(item)])
+        assert content(store, item) == payload(item)
+
+
+def test_several_processes_fill_one_store(folder):
+    barrier = FORK.Barrier(4)
+    writers = [FORK.Process(target=_write_all, args=(folder, seed, barrier)) for seed in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    store = open_store(folder)
+    assert len(store) == ITEMS and store.used_bytes == ITEMS * 1000  # nothing twice
+
+
+def test_a_full_disk_ends_writing_with_one_warning(folder, monkeypatch):
+    store = open_store(folder)
+    store.write(0, [payload(0)])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.warns(UserWarning, match="No space left") as caught:
+        assert not any(store.write(item, [payload(item)]) for item in range(1, ITEMS))
+    assert len(caught) == 1 and content(store, 0) == payload(0)
+
+
+def test_memory_that_is_not_there_is_not_taken(folder):
+    store = open_store(folder, capacity_bytes=1 << 30, available=lambda: 50_000, num_items=200)
+    with pytest.warns(UserWarning, match="no memory is left"):
+        stored = [store.write(item, [payload(item, 100_000)]) for item in range(3)]
+    assert stored == [False] * 3
+
+
+def test_failing_reads_are_misses(folder, monkeypatch):
+    store = open_store(folder)
+    store.write(0, [payload(0)])
+
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.warns(UserWarning, match="Input/output error"):
+        assert store.read(0) is None
+
+
+def _hold(path, held):
+    with locked(path):
+        held.set()
+        time.sleep(60)
+
+
+def test_a_lock_that_is_held_for_too_long_is_an_error_and_a_dead_holder_none(folder, monkeypatch):
+    held = FORK.Event()
+    holder = FORK.Process(target=_hold, args=(folder / "lock", held))
+    store = open_store(folder)
+    holder.start()
+    assert held.wait(10)
+    with pytest.raises(LockTimeout, match="another process"), locked(folder / "lock", seconds=0.05):
+        pass
+    monkeypatch.setattr(store_file.locked.__wrapped__, "__kwdefaults__", {"seconds": 0.05})
+    with pytest.warns(UserWarning, match="not stored"):
+        assert not store.write(0, [payload(0)])
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join()
+    assert store.write(0, [payload(0)])
+
+
+def test_the_tail_of_a_damaged_header_is_found_again(folder):
+    store = open_store(folder)
+    for item in range(5):
+        store.write(item, [payload(item)])
+    os.pwrite(store.file.descriptor, b"\xff", 20)
+    for item in range(5, 10):
+        store.write(item, [payload(item)])
+    assert [content(store, item) for item in range(10)] == [payload(item) for item in range(10)]
+
+
+def test_a_file_of_another_data_set_is_not_used(folder):
+    open_store(folder, num_items=ITEMS + 1).write(0, [payload(0)])
+    assert open_store(folder).read(0) is None
+
+
+def test_checksums_depend_on_the_item_and_not_on_the_buffers():
+    assert checksum([payload(0)], item=1) == checksum([payload(0)[:7], payload(0)[7:]], item=1)
+    assert checksum([payload(0)], item=1) != checksum([payload(0)], item=2)
+
+
+def test_records_do_not_cross_pages():
+    assert PAGE % RECORD.size == 0

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.collectives import all_gather_into
+from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.compressors.wire import MessageFormat
 from lightning_topt.communication.node.exchange import Waitable
 from lightning_topt.communication.selection import feedback_top_k
@@ -117,7 +117,7 @@ class SparseMean(MeanOverRanks):
         self.form.pack(values, chosen.indices, out=message)
         rows = torch.empty((self.world_size, self.form.nbytes), dtype=torch.uint8, device=delta.device)
         self.count_ring(rows.nbytes, passes=1)
-        wait(all_gather_into(rows.view(-1), message, group=self.group, async_op=True))
+        wait(ring_all_gather(rows, message, group=self.group))
         delta.zero_()
         for row in rows:
             _, values, indices = self.form.unpack(row)

@@ -22,7 +22,7 @@ from lightning_topt.communication.bucket import (
     is_finite,
     together,
 )
-from lightning_topt.communication.collectives import all_gather_into
+from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.compressors.local_residual import LocalResidual
 from lightning_topt.communication.compressors.sign_bits import add_signs, mean_abs, packed_bytes, take_signs
 from lightning_topt.communication.options import ExchangeOptions
@@ -93,7 +93,7 @@ class SignExchange(BucketExchange):
         if form.slices:
             own = self._encode(bucket, form)
             self.count_ring(rows.nbytes, passes=1)
-            yield together(all_gather_into(rows.view(-1), own, group=self.groups.world[0], async_op=True), exempt)
+            yield together(ring_all_gather(rows, own, group=self.groups.world[0]), exempt)
             if not is_finite(form.scales(rows)):
                 raise NonFiniteGradient(not is_finite(form.scales(own)))
         else:

@@ -17,12 +17,13 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_topt.data.memory_file import available_bytes, open_shared
-from lightning_topt.data.sample_codec import Parts
+from lightning_topt.data.sample_codec import Parts, header_of
 from lightning_topt.data.segment_store import SegmentStore
 from lightning_topt.data.store_file import StoreFile, locked
 
 COUNTERS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged", "stored")
 MEMORY_HITS, DISK_HITS, PEER_HITS, MISSES, DAMAGED, STORED = range(len(COUNTERS))
+HEAD_BYTES = 4096  # of an entry are looked at for its header
 _ROWS = 257  # of counters: one for the main process and for each of 256 workers
 
 
@@ -121,7 +122,7 @@ class SampleCache:
         with locked(lock):
             descriptor = open_shared(self.folder / "memory")
         file = StoreFile(descriptor, num_items=self.num_items, lock=lock, available=available_bytes)
-        return SegmentStore(file, capacity_bytes=self.memory_bytes, name="memory cache")
+        return SegmentStore(file, capacity_bytes=self.memory_bytes, name="memory cache", verify_once=True)
 
     def _open_disk(self) -> SegmentStore:
         path = self.folder / "samples"
@@ -168,6 +169,14 @@ class SampleCache:
                     self.memory.write(item, [entry])
             return entry
         return None
+
+    def peek(self, item: int) -> bytes | None:
+        """The header of an entry in this node's memory, not verified and not counted as a hit; None where there is none."""
+        start = None if self.memory is None else self.memory.head(item, HEAD_BYTES)
+        try:
+            return None if start is None else header_of(start)
+        except ValueError:  # longer, or damaged
+            return None
 
     def read_into(self, item: int, buffers: Sequence[Any]) -> bool:
         """Fill `buffers` with the entry of `item` from this node's memory; False where it is not there or of another size."""

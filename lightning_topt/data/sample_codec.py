@@ -34,7 +34,7 @@ _FIXED = {
     "bool": struct.Struct("<?"),
     "complex": struct.Struct("<dd"),
 }
-_TORCH_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+TORCH_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _record_types: dict[str, type] = {}
 Parts = list[Any]  # buffers: bytes, memoryview or an array (n,) of uint8
 Spec = list[Any]  # of one value, as in the header: [kind, ...]
@@ -65,6 +65,11 @@ class Layout:
 def register_sample_type(record: type) -> None:
     """Let a NamedTuple or dataclass be decoded here. Encoding one registers it; a process that only decodes may need this."""
     _record_types[_type_name(record)] = record
+
+
+def named_type(name: str) -> type | None:
+    """The registered NamedTuple or dataclass of that name (module and qualified name)."""
+    return _record_types.get(name)
 
 
 def encode(sample: Any) -> Parts:
@@ -250,7 +255,7 @@ def leaf_bytes(spec: Spec) -> int | None:
     if kind in _FIXED:
         return _FIXED[kind].size
     if kind == "tensor":
-        return int(np.prod(spec[2], dtype=np.int64)) * _TORCH_DTYPES[spec[1]].itemsize
+        return int(np.prod(spec[2], dtype=np.int64)) * TORCH_DTYPES[spec[1]].itemsize
     if kind in ("array", "scalar"):
         return int(np.prod(spec[2], dtype=np.int64)) * np.dtype(spec[1]).itemsize
     if kind in ("bytes", "str"):
@@ -296,8 +301,8 @@ def _build_leaf(kind: str, spec: Spec, take: Callable[[], memoryview]) -> Any:
     data = take()
     if kind == "tensor":
         if not len(data):
-            return torch.empty(spec[2], dtype=_TORCH_DTYPES[spec[1]])
-        return torch.frombuffer(data, dtype=_TORCH_DTYPES[spec[1]]).view(spec[2])
+            return torch.empty(spec[2], dtype=TORCH_DTYPES[spec[1]])
+        return torch.frombuffer(data, dtype=TORCH_DTYPES[spec[1]]).view(spec[2])
     if kind in ("array", "scalar"):
         array = np.frombuffer(data, dtype=spec[1]).reshape(spec[2])
         return array if kind == "array" else array[()]

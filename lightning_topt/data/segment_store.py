@@ -46,13 +46,15 @@ def checksum(parts: Sequence[Any], *, item: int) -> int:
 class SegmentStore:
     """The items 0 .. `num_items` - 1 of `file`, as far as `capacity_bytes` of entries go. `name` is for warnings.
 
+    With `verify_once` an entry that this process has found whole is not checked again: for memory that nobody else can change.
     Nothing here raises for a file system or memory that is full or fails: reading gives None, writing False, with one warning.
     """
 
-    def __init__(self, file: StoreFile, *, capacity_bytes: int, name: str = "cache") -> None:
+    def __init__(self, file: StoreFile, *, capacity_bytes: int, name: str = "cache", verify_once: bool = False) -> None:
         self.file, self.capacity_bytes, self.name = file, capacity_bytes, name
         self.num_items = file.num_items
         self.damaged = 0  # entries found damaged by this process
+        self._verified = bytearray(file.num_items) if verify_once else None
         self._refused_bytes: float = inf  # entries from this size on have no room: nothing is ever evicted
         self._warn_lock = threading.Lock()
 
@@ -83,10 +85,22 @@ class SegmentStore:
         except OSError as error:
             self._warn(f"reading from the {self.name} failed: {error}")
             return False
-        if done == where.nbytes and checksum(buffers, item=item) == where.checksum:
+        if done == where.nbytes and (
+            (self._verified is not None and self._verified[item]) or checksum(buffers, item=item) == where.checksum
+        ):
+            if self._verified is not None:
+                self._verified[item] = True
             return True
         self.discard(item)
         return False
+
+    def head(self, item: int, nbytes: int) -> bytes | None:
+        """The first `nbytes` of an entry, or all of it; not verified. None where it is absent."""
+        where = self.locate(item)
+        try:
+            return None if where is None else os.pread(where.descriptor, min(nbytes, where.nbytes), where.offset)
+        except OSError:
+            return None
 
     def locate(self, item: int) -> Location | None:
         """Where the entry is; None where it is absent. Not verified."""

@@ -1,0 +1,192 @@
+"""Batches read from the cache straight into their final place, as torch's `default_collate` would stack them.
+
+For samples of equal layout (the header of their entries is the same) a batch is one tensor per leaf, and every entry is read
+piece by piece into its rows: no tensor per sample, no copy but the one from the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+from lightning_topt.data.cached_dataset import CachedDataset
+from lightning_topt.data.sample_codec import TORCH_DTYPES, Layout, Spec, layout, layout_of, named_type
+
+_NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool, "complex": torch.complex128}
+Bytes = npt.NDArray[np.uint8]
+
+
+class ReadyBatch:
+    """A batch that needs no collating."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+
+class BatchDataset(Dataset[Any]):
+    """A `CachedDataset` whose ``__getitems__`` gives ready batches where it can; for a loader with `collate` below."""
+
+    def __init__(self, dataset: CachedDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """A `ReadyBatch`, or a list of samples."""
+        batch = None if self.dataset.is_marked else read_batch(self.dataset, indices)
+        return self.dataset.__getitems__(indices) if batch is None else batch
+
+
+def collate(samples: Any) -> Any:
+    """`default_collate` for what is not collated yet."""
+    return samples.batch if isinstance(samples, ReadyBatch) else default_collate(samples)
+
+
+def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | None:
+    """The batch of `indices`; None where its first entry is not in memory, or the entries have not all the same layout.
+
+    Entries that are not in this node's memory come as by `CachedDataset`.
+    """
+    cache, items = dataset.cache, [dataset.item(index) for index in indices]
+    first = cache.peek(items[0]) if items else None
+    if first is None:
+        return None
+    known = layout_of(first)
+    rows = BatchRows.of(known, len(items))
+    if rows is None:
+        return None
+    missing = [i for i, item in enumerate(items) if not cache.read_into(item, rows.buffers(i))]
+    if any(not rows.is_filled(i) for i in range(len(items)) if i not in missing):
+        return None
+    for i, entry in zip(missing, dataset.entries([items[i] for i in missing]), strict=True):
+        if not rows.fill(i, entry):
+            return None
+    return ReadyBatch(rows.batch())
+
+
+class BatchRows:
+    """The tensors of a batch of `size` entries of one layout, to be filled row by row."""
+
+    def __init__(self, known: Layout, size: int) -> None:
+        self.known, self.size = known, size
+        self.tensors = [_empty((size, *_shape(leaf.spec)), _dtype(leaf.spec)) for leaf in known.leaves]
+        self._bytes = [_as_bytes(tensor, size) for tensor in self.tensors]
+        start = known.leaves[0].start if known.leaves else known.nbytes
+        self._head = np.empty((size, start), np.uint8)
+        ends = [leaf.start for leaf in known.leaves[1:]] + [known.nbytes]
+        self._padding = [
+            np.empty(end - leaf.start - leaf.nbytes, np.uint8) for leaf, end in zip(known.leaves, ends, strict=True)
+        ]
+        self._expected = np.frombuffer(len(known.header).to_bytes(4, "little") + known.header, np.uint8)
+
+    @staticmethod
+    def of(known: Layout, size: int) -> BatchRows | None:
+        """None where `default_collate` would not give one tensor per leaf."""
+        return BatchRows(known, size) if _is_stackable(known.header) else None
+
+    def buffers(self, row: int) -> list[Bytes]:
+        """Where the entry of one row goes, piece by piece."""
+        pieces = [self._head[row]]
+        for rows, padding in zip(self._bytes, self._padding, strict=True):
+            pieces.append(rows[row])
+            if padding.size:
+                pieces.append(padding)
+        return pieces
+
+    def is_filled(self, row: int) -> bool:
+        """Whether what was read into a row has the layout."""
+        return bool((self._head[row] == self._expected).all())
+
+    def fill(self, row: int, entry: Any) -> bool:
+        """Copy an entry into a row; False where it has another layout."""
+        if layout(entry).header != self.known.header:
+            return False
+        view = np.frombuffer(entry, np.uint8)
+        for rows, leaf in zip(self._bytes, self.known.leaves, strict=True):
+            rows[row] = view[leaf.start : leaf.start + leaf.nbytes]
+        return True
+
+    def batch(self) -> Any:
+        """What `default_collate` makes of the samples."""
+        return _nested(self.known.spec, iter(self.tensors))
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """In a worker in shared memory, as `default_collate` does: the training process then gets it without a copy."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+
+
+def _as_bytes(tensor: Tensor, size: int) -> Bytes:
+    if not tensor.numel():
+        return np.empty((size, 0), np.uint8)
+    flat: Bytes = tensor.view(size, -1).view(torch.uint8).numpy()
+    return flat
+
+
+def _shape(spec: Spec) -> list[int]:
+    return spec[2] if spec[0] in ("tensor", "array", "scalar") else []
+
+
+def _dtype(spec: Spec) -> torch.dtype:
+    if spec[0] == "tensor":
+        return TORCH_DTYPES[spec[1]]
+    if spec[0] in ("array", "scalar"):
+        return torch.from_numpy(np.empty(0, spec[1])).dtype
+    return _NUMBERS[spec[0]]
+
+
+@lru_cache(maxsize=1024)
+def _is_stackable(header: bytes) -> bool:
+    return _stackable(layout_of(header).spec)
+
+
+def _stackable(spec: Spec) -> bool:
+    kind = spec[0]
+    if kind in ("tensor", *_NUMBERS):
+        return kind != "complex"  # which default_collate refuses
+    if kind in ("array", "scalar"):
+        try:
+            _dtype(spec)
+            native: bool = np.dtype(spec[1]).isnative
+            return native
+        except TypeError:
+            return False
+    if kind == "dict":
+        return all(_stackable(item) for _, item in spec[1])
+    if kind == "named":
+        return named_type(spec[1]) is not None and all(map(_stackable, spec[2]))
+    return kind in ("list", "tuple") and all(map(_stackable, spec[1]))
+
+
+def _nested(spec: Spec, tensors: Iterator[Tensor]) -> Any:
+    kind = spec[0]
+    if kind == "dict":
+        return {key: _nested(item, tensors) for key, item in spec[1]}
+    if kind in ("list", "tuple"):
+        return [_nested(item, tensors) for item in spec[1]]
+    if kind == "named":
+        record = named_type(spec[1])
+        assert record is not None
+        return record(*(_nested(item, tensors) for item in spec[2]))
+    return next(tensors)

@@ -1,0 +1,225 @@
+"""Cached samples and batches are those of the data set; what is random is found out."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_topt.data.cached_batches import BatchDataset, ReadyBatch, collate
+from lightning_topt.data.cached_dataset import CachedDataset
+from lightning_topt.data.deterministic import NotDeterministicError, deterministic, marked_method, other_randomness
+from lightning_topt.data.sample_cache import RefusedCacheError, SampleCache
+
+ITEMS = 40
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: int
+
+
+def picture(i):
+    return Image.fromarray(np.full((4, 5, 3), i, np.uint8))
+
+
+KINDS = {
+    "tensor": lambda i: torch.full((2, 3), float(i)),
+    "empty": lambda i: torch.empty(0, 2),
+    "pair": lambda i: (torch.full((3,), i, dtype=torch.uint8), i),
+    "dict": lambda i: {"a": np.full((2,), i, np.float32), "b": [float(i), bool(i % 2)], "c": np.array(i)},
+    "named": lambda i: Point(torch.full((2,), i).bfloat16(), i),
+    "strings": lambda i: {"name": f"{i:03d}", "x": torch.tensor(i)},
+    "scalars": lambda i: (np.float32(i), np.int64(i), np.bool_(i % 2)),
+    "large": lambda i: (i, 2**70 + i, 1.5),
+    "nested": lambda i: ((torch.ones(2) * i, (i,)), [torch.zeros(1)]),
+}
+
+
+class Data(Dataset):
+    def __init__(self, make, *, length=ITEMS):
+        self.make, self.length, self.calls = make, length, 0
+        self.extra = "kept"
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.calls += 1
+        return self.make(index)
+
+
+def cached(dataset, tmp_path, **options):
+    options = {"memory_bytes": 1 << 22, "disk_bytes": 0} | options
+    return CachedDataset(dataset, SampleCache(tmp_path, fingerprint="f", num_items=len(dataset), **options))
+
+
+def same(a, b):
+    assert type(a) is type(b), (type(a), type(b))
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            same(x, y)
+    elif isinstance(a, Image.Image):
+        assert a.tobytes() == b.tobytes()
+    else:
+        np.testing.assert_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "image", "variable"])
+def test_samples_are_the_data_sets_own(tmp_path, kind):
+    make = {"image": picture, "variable": lambda i: torch.arange(i)}.get(kind) or KINDS[kind]
+    data = Data(make)
+    dataset = cached(data, tmp_path)
+    for _ in range(2):
+        for index in [*range(ITEMS), -1, -ITEMS]:
+            same(dataset[index], make(index % ITEMS) if index < 0 else make(index))
+    assert data.calls == ITEMS + 16  # the first 16 are drawn twice
+    assert dataset.extra == "kept" and len(dataset) == ITEMS
+    with pytest.raises(IndexError):
+        dataset[ITEMS]
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 22, 3000, 0])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "large"])  # which torch cannot collate
+def test_batches_are_what_default_collate_gives(tmp_path, kind, memory_bytes):
+    make = KINDS[kind]
+    dataset = BatchDataset(cached(Data(make), tmp_path, memory_bytes=memory_bytes, disk_bytes=1 << 22))
+    for seed in range(3):
+        order = random.Random(seed).sample(range(ITEMS), ITEMS)
+        for first in range(0, ITEMS, 7):
+            indices = order[first : first + 7]
+            same(collate(dataset.__getitems__(indices)), default_collate([make(i) for i in indices]))
+    ready = isinstance(dataset.__getitems__([1, 2, 3]), ReadyBatch)
+    if memory_bytes == 1 << 22:
+        assert ready == (kind != "strings")
+
+
+def test_batches_of_different_layouts_are_collated_by_torch(tmp_path):
+    dataset = BatchDataset(cached(Data(lambda i: torch.zeros(3 if i == 5 else 2)), tmp_path))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="size"):
+            collate(dataset.__getitems__([4, 5, 6]))
+        assert collate(dataset.__getitems__([1, 2])).shape == (2, 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_in_a_loader_with_workers(tmp_path, num_workers):
+    make = KINDS["pair"]
+    dataset = BatchDataset(cached(Data(make), tmp_path))
+    loader = DataLoader(dataset, 8, collate_fn=collate, num_workers=num_workers, persistent_workers=num_workers > 0)
+    for _ in range(3):
+        same(list(loader), [default_collate([make(i) for i in range(s, s + 8)]) for s in range(0, ITEMS, 8)])
+    statistics = dataset.dataset.cache.statistics()
+    assert (statistics.misses, statistics.memory_hits) == (ITEMS, 2 * ITEMS)
+
+
+def test_changing_a_sample_does_not_change_the_cache(tmp_path):
+    dataset = cached(Data(KINDS["tensor"]), tmp_path)
+    for _ in range(3):
+        dataset[3].add_(1)
+    same(dataset[3], KINDS["tensor"](3))
+
+
+class Augmented(Dataset):
+    def __init__(self):
+        self.loads = 0
+
+    def __len__(self):
+        return ITEMS
+
+    @deterministic
+    def load(self, index):
+        self.loads += 1
+        return torch.full((8,), float(index))
+
+    def __getitem__(self, index):
+        return self.load(index) + torch.rand(8)
+
+
+def test_only_the_marked_part_is_cached_and_the_rest_stays_random(tmp_path):
+    plain, data = Augmented(), Augmented()
+    dataset = cached(data, tmp_path)
+    assert marked_method(data) == "load"
+    for _ in range(3):
+        torch.manual_seed(1)
+        wanted = [plain[i] for i in range(ITEMS)]
+        torch.manual_seed(1)
+        same([dataset[i] for i in range(ITEMS)], wanted)
+    assert data.loads == ITEMS + 16
+    assert not torch.equal(dataset[0], dataset[0])
+
+
+class Random(Data):
+    def __init__(self, source, probability=1.0):
+        def make(i):
+            draw = {"torch": torch.rand(()).item, "numpy": np.random.rand, "python": random.random}[source]
+            return torch.tensor(draw() if draw() <= probability else 2.0)
+
+        super().__init__(make)
+
+
+@pytest.mark.parametrize("source", ["torch", "numpy", "python"])
+def test_a_random_sample_is_refused_and_the_cache_given_up(tmp_path, source):
+    dataset = cached(Random(source), tmp_path)
+    with pytest.raises(NotDeterministicError, match="mark only the part"):
+        dataset[0]
+    with pytest.raises(RefusedCacheError, match="different samples"):
+        cached(Random(source), tmp_path)
+
+
+def test_rare_randomness_is_found_out_too(tmp_path):
+    random.seed(0)
+    dataset = cached(Random("python", probability=0.3), tmp_path)
+    with pytest.raises(NotDeterministicError):
+        for index in range(ITEMS):
+            dataset[index]
+
+
+def test_two_marks_are_an_error(tmp_path):
+    class Twice(Augmented):
+        @deterministic
+        def other(self, index):
+            return index
+
+    with pytest.raises(ValueError, match="2 methods"):
+        cached(Twice(), tmp_path)
+
+
+def test_checking_leaves_the_random_state_alone():
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    wanted = torch.rand(2), random.random(), np.random.rand()
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    with other_randomness(5):
+        torch.rand(7), random.random(), np.random.rand()
+    same((torch.rand(2), random.random(), np.random.rand()), wanted)
+
+
+def test_an_error_of_the_source_is_the_callers_and_nothing_is_kept(tmp_path):
+    broken = [True]
+
+    def make(i):
+        if broken[0]:
+            raise OSError("the source is away")
+        return torch.ones(1)
+
+    dataset = BatchDataset(cached(Data(make), tmp_path))
+    with pytest.raises(OSError, match="away"):
+        dataset.__getitems__([1, 2])
+    broken[0] = False
+    same(collate(dataset.__getitems__([1, 2])), torch.ones(2, 1))

@@ -2,19 +2,21 @@
 
     LightningModule + batch -> graph -> costs -> frontier -> plan -> execution -> plugins (what a Trainer takes) -> cli
 
-A stage may import what earlier stages produce, never what later ones do; `communication` (the exchange of gradients) stands
-beside them. Importing this package registers the strategy names ``"topt"`` and ``"topt_compressed"`` with Lightning, each also
-with ``"_fork"`` and ``"_spawn"``.
+A stage may import what earlier stages produce, never what later ones do; `communication` (the exchange of gradients) and `data`
+(caches of samples) stand beside them. Importing this package registers the strategy names ``"topt"`` and ``"topt_compressed"``
+with Lightning, each also with ``"_fork"`` and ``"_spawn"``.
 """
 
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+from lightning_topt.plugins.cached_data import CachedDataModule
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
 from lightning_topt.plugins.local_steps import LocalStepsStrategy
 from lightning_topt.plugins.register import register_strategies
 
 __all__ = [
     "AutoParallelStrategy",
+    "CachedDataModule",
     "CompressedDDPStrategy",
     "LocalStepsStrategy",
     "ParallelPlan",

@@ -164,7 +164,7 @@ def _is_stackable(header: bytes) -> bool:
 def _stackable(spec: Spec) -> bool:
     kind = spec[0]
     if kind in ("tensor", *_NUMBERS):
-        return kind != "complex"  # which default_collate refuses
+        return bool(kind != "complex")  # which default_collate refuses
     if kind in ("array", "scalar"):
         try:
             _dtype(spec)

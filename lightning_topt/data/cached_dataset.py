@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lightning_topt.data.deterministic import (
+from lightning_topt.data.determinism import (
     NotDeterministicError,
     marked_method,
     other_randomness,

@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from lightning_topt import data
 from lightning_topt.data.cached_batches import BatchDataset, ReadyBatch, collate
 from lightning_topt.data.cached_dataset import CachedDataset
-from lightning_topt.data.deterministic import NotDeterministicError, deterministic, marked_method, other_randomness
+from lightning_topt.data.determinism import NotDeterministicError, deterministic, marked_method, other_randomness
 from lightning_topt.data.sample_cache import RefusedCacheError, SampleCache
 
 ITEMS = 40
@@ -223,3 +224,10 @@ def test_an_error_of_the_source_is_the_callers_and_nothing_is_kept(tmp_path):
         dataset.__getitems__([1, 2])
     broken[0] = False
     same(collate(dataset.__getitems__([1, 2])), torch.ones(2, 1))
+
+
+def test_public_names_are_there():
+    assert all(getattr(data, name) is not None for name in data.__all__)
+    assert data.deterministic is deterministic
+    with pytest.raises(AttributeError):
+        data.nonsense  # noqa: B018

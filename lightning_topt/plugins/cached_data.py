@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate
 from typing_extensions import override
 
@@ -18,12 +14,10 @@ from lightning_topt.data.cached_batches import BatchDataset, collate
 from lightning_topt.data.cached_dataset import CachedDataset
 from lightning_topt.data.fingerprint import fingerprint
 from lightning_topt.data.sample_cache import CacheStatistics, SampleCache
-
-LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 
-class CachedDataModule(pl.LightningDataModule):
+class CachedDataModule(WrappedDataModule):
     """`datamodule` with a cache before each of its map-style data sets; everything else about it stays as it is.
 
     The first epoch reads the source and fills the cache; later ones, and later runs, read memory, then disk, then the source.
@@ -51,89 +45,28 @@ class CachedDataModule(pl.LightningDataModule):
         disk_bytes: int = 0,
         data_version: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(datamodule)
         if min(memory_bytes, disk_bytes) < 0 or memory_bytes + disk_bytes == 0:
             raise ValueError("a cache needs room: give memory_bytes or disk_bytes, per data set and node")
-        self.datamodule, self.directory = datamodule, Path(directory)
+        self.directory = Path(directory)
         self.memory_bytes, self.disk_bytes, self.data_version = memory_bytes, disk_bytes, data_version
-        self.prepare_data_per_node = datamodule.prepare_data_per_node
-        self.allow_zero_length_dataloader_with_multiple_devices = (
-            datamodule.allow_zero_length_dataloader_with_multiple_devices
-        )
         self._caches: dict[int, tuple[Any, CachedDataset]] = {}
-        if datamodule._log_hyperparams:
-            self.save_hyperparameters(dict(datamodule.hparams_initial))
-        for name in (*LOADERS, *TRANSFERS):  # Lightning asks whether a module has its own
-            if not is_overridden(name, datamodule, pl.LightningDataModule):
-                setattr(self, name, types.MethodType(getattr(pl.LightningDataModule, name), self))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "datamodule" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self.datamodule, name)
-
-    @property
-    def trainer(self) -> pl.Trainer | None:
-        """The Trainer, also of the wrapped module."""
-        return vars(self).get("_trainer")
-
-    @trainer.setter
-    def trainer(self, trainer: pl.Trainer | None) -> None:
-        vars(self)["_trainer"] = trainer
-        if "datamodule" in vars(self):
-            self.datamodule.trainer = trainer
-
-    @override
-    def prepare_data(self) -> None:
-        self.datamodule.prepare_data()
-
-    @override
-    def setup(self, stage: str) -> None:
-        self.datamodule.setup(stage)
-
-    @override
-    def teardown(self, stage: str) -> None:
-        self.datamodule.teardown(stage)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self.datamodule.on_exception(exception)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self.datamodule.state_dict()
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.datamodule.load_state_dict(state_dict)
 
     @override
     def train_dataloader(self) -> Any:
-        return self._cached(self.datamodule.train_dataloader())
+        return self._changed(self.datamodule.train_dataloader())
 
     @override
     def val_dataloader(self) -> Any:
-        return self._cached(self.datamodule.val_dataloader())
+        return self._changed(self.datamodule.val_dataloader())
 
     @override
     def test_dataloader(self) -> Any:
-        return self._cached(self.datamodule.test_dataloader())
+        return self._changed(self.datamodule.test_dataloader())
 
     @override
     def predict_dataloader(self) -> Any:
-        return self._cached(self.datamodule.predict_dataloader())
-
-    @override
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
-
-    @override
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
-
-    @override
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
+        return self._changed(self.datamodule.predict_dataloader())
 
     def statistics(self, *, reset: bool = False) -> dict[str, CacheStatistics]:
         """What the caches did and hold, by fingerprint."""
@@ -145,22 +78,8 @@ class CachedDataModule(pl.LightningDataModule):
             cached.cache.close()
         self._caches.clear()
 
-    def _cached(self, loaders: Any) -> Any:
-        """The same loaders over cached data sets."""
-        if isinstance(loaders, DataLoader):
-            return self._cached_loader(loaders)
-        if isinstance(loaders, CombinedLoader):
-            return CombinedLoader(self._cached(loaders.iterables), loaders._mode)
-        if isinstance(loaders, Mapping):
-            return type(loaders)((name, self._cached(loader)) for name, loader in loaders.items())  # type: ignore[call-arg]
-        if isinstance(loaders, list | tuple):
-            return type(loaders)(self._cached(loader) for loader in loaders)
-        raise ValueError(
-            f"{type(self.datamodule).__name__} gives a {type(loaders).__name__} as loader; a cache goes before the map-style "
-            "data set of a torch.utils.data.DataLoader"
-        )
-
-    def _cached_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+    @override
+    def _changed_loader(self, loader: DataLoader[Any], path: str) -> DataLoader[Any]:
         if isinstance(loader.dataset, IterableDataset):
             raise ValueError(
                 f"{type(loader.dataset).__name__} is an IterableDataset: its samples have no numbers to be found again by. "

@@ -1,0 +1,121 @@
+"""A LightningDataModule around another one, which changes its loaders and nothing else."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class WrappedDataModule(pl.LightningDataModule):
+    """`datamodule` as it is, down to its attributes, hyper-parameters and state; a subclass overrides what gives loaders."""
+
+    def __init__(self, datamodule: pl.LightningDataModule) -> None:
+        super().__init__()
+        self.datamodule = datamodule
+        self.prepare_data_per_node = datamodule.prepare_data_per_node
+        self.allow_zero_length_dataloader_with_multiple_devices = (
+            datamodule.allow_zero_length_dataloader_with_multiple_devices
+        )
+        if datamodule._log_hyperparams:
+            self.save_hyperparameters(dict(datamodule.hparams_initial))
+        for name in (*LOADERS, *TRANSFERS):  # Lightning asks whether a module has its own
+            if not is_overridden(name, datamodule, pl.LightningDataModule):
+                setattr(self, name, types.MethodType(getattr(pl.LightningDataModule, name), self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "datamodule" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.datamodule, name)
+
+    @property
+    def trainer(self) -> pl.Trainer | None:
+        """The Trainer, also of the wrapped module."""
+        return vars(self).get("_trainer")
+
+    @trainer.setter
+    def trainer(self, trainer: pl.Trainer | None) -> None:
+        vars(self)["_trainer"] = trainer
+        if "datamodule" in vars(self):
+            self.datamodule.trainer = trainer
+
+    @override
+    def prepare_data(self) -> None:
+        self.datamodule.prepare_data()
+
+    @override
+    def setup(self, stage: str) -> None:
+        self.datamodule.setup(stage)
+
+    @override
+    def teardown(self, stage: str) -> None:
+        self.datamodule.teardown(stage)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.datamodule.on_exception(exception)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.datamodule.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.datamodule.load_state_dict(state_dict)
+
+    @override
+    def train_dataloader(self) -> Any:
+        return self.datamodule.train_dataloader()
+
+    @override
+    def val_dataloader(self) -> Any:
+        return self.datamodule.val_dataloader()
+
+    @override
+    def test_dataloader(self) -> Any:
+        return self.datamodule.test_dataloader()
+
+    @override
+    def predict_dataloader(self) -> Any:
+        return self.datamodule.predict_dataloader()
+
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
+
+    @override
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
+
+    def _changed(self, loaders: Any, *, path: str = "") -> Any:
+        """`loaders`, a DataLoader or a collection of them, with `_changed_loader` applied to each. ValueError for others."""
+        if isinstance(loaders, DataLoader):
+            return self._changed_loader(loaders, path)
+        if isinstance(loaders, CombinedLoader):
+            return CombinedLoader(self._changed(loaders.iterables, path=path), loaders._mode)
+        if isinstance(loaders, Mapping):
+            items = {name: self._changed(loader, path=f"{path}/{name}") for name, loader in loaders.items()}
+            return type(loaders)(items)  # type: ignore[call-arg]
+        if isinstance(loaders, list | tuple):
+            return type(loaders)(self._changed(loader, path=f"{path}/{i}") for i, loader in enumerate(loaders))
+        raise ValueError(
+            f"{type(self.datamodule).__name__} gives a {type(loaders).__name__} as loader; {type(self).__name__} wraps "
+            "torch.utils.data.DataLoader"
+        )
+
+    def _changed_loader(self, loader: DataLoader[Any], path: str) -> Any:
+        """What takes the place of one loader; `path` says which one it is in a collection."""
+        raise NotImplementedError

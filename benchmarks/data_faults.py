@@ -71,7 +71,7 @@ def fill_for_ever(folder: Path, seed: int) -> None:
 
 
 def killed_writers(folder: Path, *, kills: int = 200) -> str:
-    """Two writers fill one cache, dropping half of it again and again; one of them is killed at a random moment, and its successor goes on."""
+    """Two writers fill one cache, dropping half of it again and again; one is killed at random moments, the next goes on."""
     rng, found = random.Random(0), 0
     writers = [FORK.Process(target=fill_for_ever, args=(folder, seed)) for seed in range(2)]
     for writer in writers:

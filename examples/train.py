@@ -17,4 +17,4 @@ if __name__ == "__main__":
     )
     trainer.fit(model, datamodule=data)
     if trainer.is_global_zero:
-        print(f"bits per byte after 20 steps: {float(trainer.callback_metrics['val_bits_per_byte']):.2f}")
+        print(f"loss after 20 steps: {float(trainer.callback_metrics['train_loss']):.2f} nats per byte")

@@ -11,15 +11,19 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.cached_data import CachedDataModule
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
+from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
 from lightning_topt.plugins.local_steps import LocalStepsStrategy
 from lightning_topt.plugins.register import register_strategies
+from lightning_topt.plugins.stall_monitor import StallMonitor
 
 __all__ = [
     "AutoParallelStrategy",
     "CachedDataModule",
     "CompressedDDPStrategy",
+    "CoordinatedDataModule",
     "LocalStepsStrategy",
     "ParallelPlan",
+    "StallMonitor",
     "register_strategies",
 ]
 __version__ = "0.1.0"

@@ -19,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
 from lightning_topt import __version__
-from lightning_topt.cli import calibrate, plan, train
+from lightning_topt.cli import calibrate, plan, stalls, train
 
-COMMANDS: dict[str, ModuleType] = {"plan": plan, "train": train, "calibrate": calibrate}
+COMMANDS: dict[str, ModuleType] = {"plan": plan, "train": train, "calibrate": calibrate, "stalls": stalls}
 FULL_ERROR = "HYDRA_FULL_ERROR"
 WRONG_USE = 2
 
@@ -31,6 +31,7 @@ topt: plan and train PyTorch Lightning modules across devices.
   topt plan      [overrides]   search the frontier of step time and memory; no training
   topt train     [overrides]   plan, train, validate; ends with what was predicted and what was measured
   topt calibrate [overrides]   measure this machine, for later plans
+  topt stalls    [overrides]   what training waits for when it waits for data, and what would remove it
   topt --version
 
 Overrides are Hydra's, for instance

@@ -13,7 +13,7 @@ import torch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 MARK = "_topt_deterministic"
-_HOOK = "_topt_cached_load"  # set on an instance whose marked method goes through a cache
+HOOK = "_topt_cached_load"  # set on an instance whose marked method goes through a cache
 
 
 class NotDeterministicError(ValueError):
@@ -36,7 +36,7 @@ def deterministic(method: Method) -> Method:
 
     @functools.wraps(method)
     def through_cache(self: Any, index: int) -> Any:
-        hook = getattr(self, "__dict__", {}).get(_HOOK)
+        hook = getattr(self, "__dict__", {}).get(HOOK)
         return method(self, index) if hook is None else hook(index, functools.partial(method, self))
 
     setattr(through_cache, MARK, True)
@@ -55,7 +55,7 @@ def marked_method(dataset: Any) -> str | None:
 
 def put_cache_before(dataset: Any, load: Callable[[int, Callable[[int], Any]], Any]) -> None:
     """Let the marked method of `dataset` go through ``load(index, original)``."""
-    vars(dataset)[_HOOK] = load
+    vars(dataset)[HOOK] = load
 
 
 @contextlib.contextmanager

@@ -6,9 +6,11 @@ into that form raises, rather than sharing a name with something else.
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import functools
 import os
+import stat
 import sys
 import types
 from collections.abc import Mapping
@@ -20,7 +22,23 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_topt.data.determinism import HOOK
+
 _PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), type(Ellipsis), range, slice)
+
+# Of a class: what Python keeps there (some of it only after the first copy of an instance), and where its text stood.
+_NO_CODE = frozenset(
+    [
+        "__dict__",
+        "__weakref__",
+        "__doc__",
+        "__module__",
+        "__abstractmethods__",
+        "_abc_impl",
+        "__slotnames__",
+        "__firstlineno__",
+    ]
+)
 
 
 class UnnamableError(ValueError):
@@ -91,8 +109,9 @@ class _Hasher:
             self._write(str(value))
             self._add_file(value)
         elif isinstance(value, Mapping):
-            self._write(str(len(value)))
-            for key, item in value.items():
+            items = [(key, item) for key, item in value.items() if key != HOOK]  # which an earlier cache left
+            self._write(str(len(items)))
+            for key, item in items:
                 self.add(key)
                 self.add(item)
             self._add_attributes(value)
@@ -129,6 +148,8 @@ class _Hasher:
             self.add(value.__self__)
         elif isinstance(value, functools.partial):
             self.add([value.func, value.args, value.keywords])
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self.add(value.__wrapped__)
         elif isinstance(value, types.BuiltinFunctionType | types.ModuleType | np.ufunc):
             self._write(getattr(value, "__module__", "") or "", value.__name__)
         elif isinstance(value, types.CodeType):
@@ -144,7 +165,8 @@ class _Hasher:
         """Its class, and what pickle would keep of it, in our own form."""
         self._add_class(type(value))
         try:
-            reduced = value.__reduce_ex__(4)
+            registered = copyreg.dispatch_table.get(type(value))
+            reduced = value.__reduce_ex__(4) if registered is None else registered(value)
         except TypeError as error:
             raise UnnamableError(
                 f"the data set's state has a {type(value).__module__}.{type(value).__qualname__}, of which it cannot be told "
@@ -169,7 +191,7 @@ class _Hasher:
                 continue
             self.seen[id(base)] = len(self.seen)
             for name in sorted(vars(base)):
-                if name not in ("__dict__", "__weakref__", "__doc__", "__module__", "__abstractmethods__", "_abc_impl"):
+                if name not in _NO_CODE:
                     self._write(name)
                     self.add(vars(base)[name])
 
@@ -182,20 +204,28 @@ class _Hasher:
         self.add(value.__kwdefaults__)
         cells = value.__closure__ or ()
         self.add([cell.cell_contents for cell in cells if not _is_empty(cell)])
-        for name in value.__code__.co_names:
+        names = _names(value.__code__)
+        for name in names:
             if name in value.__globals__:
                 self._write(name)
-                self._add_global(value.__globals__[name])
+                self._add_global(value.__globals__[name], names)
 
-    def _add_global(self, value: Any) -> None:
-        """What a function refers to in its module: code and constants; of modules and other objects the name will do."""
-        if (
-            isinstance(
-                value, types.FunctionType | type | functools.partial | Tensor | np.ndarray | list | tuple | dict | set
-            )
-            or type(value) in _PLAIN
-        ):
+    def _add_global(self, value: Any, names: list[str]) -> None:
+        """What a function refers to in its module; of a module that is the user's, what may be meant by `names`."""
+        if isinstance(value, types.ModuleType):
+            if _is_library(value.__name__) or id(value) in self.seen:
+                return
+            self.seen[id(value)] = len(self.seen)
+            for name in names:
+                if name in vars(value):
+                    self._write(name)
+                    self._add_global(vars(value)[name], names)
+            del self.seen[id(value)]  # another function may mean other things of it
+            return
+        try:
             self.add(value)
+        except UnnamableError:  # a lock, a connection: no part of the data set's own state
+            self._write("by name")
 
     def _add_code(self, code: types.CodeType) -> None:
         self._write(code.co_code, " ".join(code.co_names), " ".join(code.co_varnames))
@@ -209,13 +239,20 @@ class _Hasher:
             found = os.stat(path)
         except (OSError, ValueError):
             return
-        self._write(str(found.st_size), str(found.st_mtime_ns))
+        if stat.S_ISREG(found.st_mode):  # a folder changes with whatever is put beside the data
+            self._write(str(found.st_size), str(found.st_mtime_ns))
 
 
 def _digest_of(value: Any, look_at_files: bool) -> str:
     hasher = _Hasher(look_at_files=look_at_files)
     hasher.add(value)
     return hasher.digest.hexdigest()
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Of globals and attributes that `code` uses, and the functions and comprehensions inside it."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))
 
 
 def _is_empty(cell: types.CellType) -> bool:

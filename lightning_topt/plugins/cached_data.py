@@ -13,8 +13,11 @@ from typing_extensions import override
 from lightning_topt.data.cached_batches import BatchDataset, collate
 from lightning_topt.data.cached_dataset import CachedDataset
 from lightning_topt.data.fingerprint import fingerprint
+from lightning_topt.data.resumable_loader import make_resumable
 from lightning_topt.data.sample_cache import CacheStatistics, SampleCache
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
+
+TRAIN = "train"
 
 
 class CachedDataModule(WrappedDataModule):
@@ -24,6 +27,7 @@ class CachedDataModule(WrappedDataModule):
     Nothing is ever evicted, so what finds no room is read from the source in every epoch. Samples are kept after the part of
     the data set that is marked with `lightning_topt.data.deterministic`, without a mark as ``__getitem__`` gives them; a part
     that turns out to be random is refused. All processes and jobs of a node that use the same directory share one cache.
+    Checkpoints of the middle of an epoch hold where its training loaders are: they go on at the next batch, in the same order.
 
     Args:
         datamodule: with map-style data sets.
@@ -54,7 +58,7 @@ class CachedDataModule(WrappedDataModule):
 
     @override
     def train_dataloader(self) -> Any:
-        return self._changed(self.datamodule.train_dataloader())
+        return self._changed(self.datamodule.train_dataloader(), path=TRAIN)
 
     @override
     def val_dataloader(self) -> Any:
@@ -89,7 +93,13 @@ class CachedDataModule(WrappedDataModule):
         replace_dataset(loader, self._cached_dataset(loader.dataset, ready_batches=stacks))
         if stacks:
             replace_argument(loader, "collate_fn", collate)
+        if path.startswith(TRAIN) and make_resumable(loader):
+            replace_argument(loader, "is_epoch_over", self._is_epoch_over)
         return loader
+
+    def _is_epoch_over(self) -> bool:
+        """Whether the Trainer has had the last batch that it wants of this epoch."""
+        return self.trainer is not None and self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     def _cached_dataset(self, dataset: Any, *, ready_batches: bool) -> Any:
         """Subsets and concatenations are looked through, so that they share the samples of what they are made of."""

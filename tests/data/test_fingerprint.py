@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from lightning_topt.data.cached_dataset import CachedDataset
+from lightning_topt.data.determinism import deterministic
 from lightning_topt.data.fingerprint import UnnamableError, fingerprint
+from lightning_topt.data.sample_cache import SampleCache
 
 CODE = """
 import functools
@@ -139,3 +145,66 @@ class Lazy(Dataset):
 def test_what_getstate_leaves_out_does_not_count():
     assert fingerprint(Lazy()) == fingerprint(Lazy())
     assert fingerprint(TensorDataset(torch.ones(3))) != fingerprint(TensorDataset(torch.zeros(3)))
+
+
+HELPERS = """
+import functools
+def one(x):
+    return x + {added}
+@functools.lru_cache
+def kept(x):
+    return x + {added}
+class Scale:
+    def __init__(self, by):
+        self.by = by
+    def __call__(self, x):
+        return x * self.by
+scale = Scale({added})
+"""
+USES = ["helpers.one(i)", "[one(x) for x in range(i)]", "(lambda: one(i))()", "kept(i)", "scale(i)"]
+
+
+def using(use, *, added):
+    helpers = types.ModuleType("helpers")
+    exec(HELPERS.format(added=added), vars(helpers))
+    namespace = {"__name__": "users_module", "helpers": helpers, **vars(helpers)} | {"__name__": "users_module"}
+    exec(f"class Data:\n    def __getitem__(self, i):\n        return {use}", namespace)
+    return namespace["Data"]()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_code_in_other_modules_counts(use):
+    names = [fingerprint(using(use, added=added)) for added in (1, 1, 2)]
+    assert names[0] == names[1] != names[2]
+
+
+class Marked(Dataset):
+    def __init__(self):
+        self.pattern = re.compile("a+")
+
+    def __len__(self):
+        return 3
+
+    @deterministic
+    def load(self, index):
+        return index
+
+    def __getitem__(self, index):
+        return self.load(index)
+
+
+def test_a_cache_that_is_in_use_changes_nothing(tmp_path):
+    data = Marked()
+    before = fingerprint(data)
+    copy.deepcopy(data)  # Python notes things on the class
+    dataset = CachedDataset(
+        data, SampleCache(tmp_path, fingerprint=before, num_items=3, memory_bytes=4096, disk_bytes=0)
+    )
+    assert dataset[1] == 1
+    assert fingerprint(data) == before == fingerprint(Marked())
+
+
+def test_folders_do_not_count(tmp_path):
+    before = fingerprint(made(str(tmp_path)))
+    (tmp_path / "new").write_text("x")
+    assert fingerprint(made(str(tmp_path))) == before

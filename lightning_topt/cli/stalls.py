@@ -1,0 +1,117 @@
+"""`topt stalls`: what the wait for data is made of, and what would remove it. No training is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.console import Console
+
+from lightning_topt.costs.units import parse_bandwidth, parse_bytes
+from lightning_topt.data.stall_advice import what_if
+from lightning_topt.data.stall_loop import Watched
+from lightning_topt.data.stall_measurement import MeasurementOptions, StallMeasurement, measure_stalls
+from lightning_topt.data.stall_report import print_report, save_png
+from lightning_topt.plugins.measured_cache import MeasuredCache
+
+QUIET: dict[str, Any] = {  # what the Trainer of a measurement does not do
+    "strategy": "auto",
+    "logger": False,
+    "callbacks": [],
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": 1,
+    "max_steps": -1,
+    "limit_train_batches": 1.0,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+}
+
+
+def run(config: DictConfig) -> None:
+    """Measure what `config` describes; files go to Hydra's run folder.
+
+    Raises ValueError for several devices, and what `measure_stalls` raises.
+    """
+    pl.seed_everything(config.seed, workers=True)
+    datamodule: pl.LightningDataModule = instantiate(config.data)
+    model: pl.LightningModule = instantiate(config.model)
+    measurement = measure(
+        model,
+        datamodule,
+        trainer=lambda: instantiate(config.trainer, **QUIET, _convert_="all"),
+        directory=config.directory,
+        options=MeasurementOptions(
+            seconds=config.seconds,
+            memory_bytes=parse_bytes(config.memory_bytes, name="memory_bytes"),
+            link_bytes_per_second=None if config.link is None else parse_bandwidth(config.link, name="link"),
+            cores=config.cores,
+            seed=config.seed,
+        ),
+    )
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    rows = what_if(measurement.costs, measurement.setup)
+    predictions = [row._asdict() | {"setup": vars(row.setup)} for row in rows]
+    record = {"schema_version": 1, **measurement.to_dict(), "what_if": predictions}
+    (folder / "stalls.json").write_text(json.dumps(record, indent=2) + "\n")
+    save_png(folder / "stalls.png", measurement, rows, title=type(datamodule).__name__)
+    console = Console()
+    print_report(measurement, rows, console=console)
+    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+
+
+def measure(
+    model: pl.LightningModule,
+    datamodule: pl.LightningDataModule,
+    *,
+    trainer: Any,
+    directory: str,
+    options: MeasurementOptions,
+) -> StallMeasurement:
+    """The measurement of the data module's training loader under the model's training loop.
+
+    `trainer` makes a new Trainer of one device at each call: every run is a fit of one epoch. The model's weights change.
+    """
+    first: pl.Trainer = trainer()
+    if first.world_size > 1:
+        raise ValueError(
+            f"topt stalls measures one process, not {first.world_size}: set trainer.devices=1, and cores to its share"
+        )
+    datamodule.trainer = first
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    loader = datamodule.train_dataloader()
+
+    def train(batches: Watched) -> None:
+        with serving(datamodule, batches):
+            trainer().fit(model, datamodule=datamodule)
+
+    with MeasuredCache(options.memory_bytes) as cache:
+        return measure_stalls(loader, train=train, cache=cache, directory=directory, options=options)
+
+
+@contextmanager
+def serving(datamodule: pl.LightningDataModule, batches: Any) -> Iterator[None]:
+    """The data module, set up already, with `batches` for its training loader. Its hooks of a batch's transfer stay."""
+    given = {
+        "prepare_data": lambda: None,
+        "setup": lambda stage: None,
+        "teardown": lambda stage: None,
+        "train_dataloader": lambda: batches,
+    }
+    before = {name: vars(datamodule)[name] for name in given if name in vars(datamodule)}
+    vars(datamodule).update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            del vars(datamodule)[name]
+        vars(datamodule).update(before)

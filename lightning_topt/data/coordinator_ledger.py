@@ -1,0 +1,228 @@
+"""Who prepares which batch, who still needs it, and what is kept: the rules of coordinated preparation, without any I/O.
+
+CoorDL (arXiv 2007.06775, section 4.3) has J jobs prepare 1/J of the batches each, and every batch used once by each job. Here
+shares are not fixed: whoever is idle takes the next batch that some job will need soonest, so that slow, late and dead jobs
+need no special case. Only the standard library is imported: the coordinator is a light process.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+AHEAD_PER_WORKER = 2  # batches prepared before they are asked for; DataLoader's prefetch_factor
+LEAST_PATIENCE_SECONDS, PATIENCE = 2.0, 8.0  # a claim is old after so many typical preparations
+DROPPED_AT_ONCE = 1 / 8  # of what is kept only for jobs that are far behind: looking what is worth least takes time
+Position = tuple[int, int]  # epoch, batch: the order in which every job needs them
+Rank = tuple[bool, int, int]
+
+
+@dataclass
+class Job:
+    """`cursor` is the next batch that a job has not got; it needs those up to `end` in this epoch, and all later epochs.
+
+    Before it says where it starts it may need any.
+    """
+
+    memory_bytes: int
+    cursor: Position = (-1, 0)
+    end: int = 0  # batches of the cursor's epoch
+    is_waiting: bool = False  # for the batch at its cursor
+    prepared: int = 0
+
+
+@dataclass
+class Claim:
+    """What a worker prepares, and since when (seconds)."""
+
+    position: Position
+    since: float
+
+
+class Ledger:
+    """The state of all jobs and batches. Workers are known by any hashable number; `now` is a clock in seconds.
+
+    A claim that is older than `timeout_seconds`, or than most preparations by far, is given to a second worker when a job
+    waits for it. At most `max_held` batches are kept, of at most `memory_bytes` together.
+    """
+
+    def __init__(self, *, timeout_seconds: float, max_held: int = 1024) -> None:
+        self.timeout_seconds, self.max_held = timeout_seconds, max_held
+        self.jobs: dict[str, Job] = {}
+        self.workers: dict[int, str] = {}  # the job of each
+        self.held: dict[Position, int] = {}  # bytes of the prepared batches that are kept
+        self.held_bytes = 0
+        self.claims: dict[int, Claim] = {}  # by worker
+        self._idle: list[int] = []
+        self._failed: set[tuple[str, Position]] = set()
+        self._suspects: set[Position] = set()  # held, but perhaps not needed any more
+        self._largest = 0  # bytes of a batch
+        self._durations: deque[float] = deque(maxlen=32)  # seconds from claim to batch
+
+    @property
+    def memory_bytes(self) -> int:
+        """What may be kept: what all connected jobs agreed to."""
+        return min((job.memory_bytes for job in self.jobs.values()), default=0)
+
+    def add_job(self, name: str, *, memory_bytes: int) -> None:
+        """A job has come."""
+        assert name not in self.jobs
+        self.jobs[name] = Job(memory_bytes)
+
+    def start(self, name: str, position: Position, *, end: int) -> None:
+        """The job needs the batches from `position` to `end` of that epoch next, in this order."""
+        job = self.jobs[name]
+        job.cursor, job.end, job.is_waiting = position, end, False
+        self._suspects.update(self.held)
+
+    def request(self, name: str) -> None:
+        """The job waits for the batch at its cursor."""
+        self.jobs[name].is_waiting = True
+
+    def remove_job(self, name: str) -> None:
+        """A job is gone; its workers are removed by `remove_worker`."""
+        del self.jobs[name]
+        self._suspects.update(self.held)
+        self._failed = {entry for entry in self._failed if entry[0] != name}
+
+    def add_idle(self, worker: int, job: str) -> None:
+        """A worker of `job` has nothing to do."""
+        self.workers[worker] = job
+        self.claims.pop(worker, None)
+        self._idle.append(worker)
+
+    def remove_worker(self, worker: int) -> None:
+        """A worker is gone: its claim is free again."""
+        self.workers.pop(worker, None)
+        self.claims.pop(worker, None)
+        if worker in self._idle:
+            self._idle.remove(worker)
+
+    def prepared(self, worker: int, position: Position, *, nbytes: int, now: float) -> bool:
+        """The worker finished a batch; whether anybody needs it. Call `deliveries` and then `drop_excess`."""
+        self.jobs[self.workers[worker]].prepared += 1
+        self._largest = max(self._largest, nbytes)
+        if worker in self.claims:
+            self._durations.append(now - self.claims[worker].since)
+        if position in self.held or not self._needed_by(position):
+            return False
+        self.held[position] = nbytes
+        self.held_bytes += nbytes
+        return True
+
+    def failed(self, worker: int, position: Position) -> None:
+        """The worker could not prepare it: nobody of its job tries again."""
+        self._failed.add((self.workers[worker], position))
+
+    def deliveries(self) -> list[tuple[str, Position]]:
+        """What is given to whom now; each is counted as used by that job."""
+        given = []
+        for name, job in self.jobs.items():
+            if job.is_waiting and job.cursor in self.held:
+                given.append((name, job.cursor))
+                self._suspects.add(job.cursor)
+                job.cursor, job.is_waiting = (job.cursor[0], job.cursor[1] + 1), False
+        return given
+
+    def drop_excess(self) -> list[Position]:
+        """Forget what nobody needs, then what is worth least until the rest fits into `memory_bytes`; what was dropped."""
+        dropped = [position for position in self._suspects if position in self.held and not self._needed_by(position)]
+        self._suspects.clear()
+        for position in dropped:
+            self.held_bytes -= self.held.pop(position)
+        if not self._is_excess(1.0):
+            return dropped
+        ranks = sorted((self.rank(position), position) for position in self.held)
+        for (is_needed_soon, _, _), position in ranks:
+            if not self._is_excess(1.0 if is_needed_soon else 1 - DROPPED_AT_ONCE):
+                break
+            self.held_bytes -= self.held.pop(position)
+            dropped.append(position)
+        return dropped
+
+    def _is_excess(self, share: float) -> bool:
+        return self.held_bytes > share * self.memory_bytes or len(self.held) > share * self.max_held
+
+    def assignments(self, now: float) -> Iterator[tuple[int, Position]]:
+        """What each idle worker prepares next, those of the jobs that did least first."""
+        for worker in sorted(self._idle, key=lambda worker: self.jobs[self.workers[worker]].prepared):
+            position = self._choose(self.workers[worker], now)
+            if position is not None:
+                self._idle.remove(worker)
+                self.claims[worker] = Claim(position, now)
+                yield worker, position
+
+    def next_deadline(self, now: float) -> float | None:
+        """When a claim that a job waits for may be taken over, in seconds of the same clock; None: nothing will be.
+
+        One that is old already is taken over by the next worker that has nothing to do.
+        """
+        waited = {job.cursor for job in self.jobs.values() if job.is_waiting}
+        since: dict[Position, float] = {}
+        for claim in self.claims.values():
+            if claim.position in waited:
+                since[claim.position] = max(claim.since, since.get(claim.position, claim.since))
+        patience = self._patience()
+        return min((begun + patience for begun in since.values() if begun + patience > now), default=None)
+
+    def rank(self, position: Position) -> Rank:
+        """How much it is worth to keep a batch: needed soon, by many jobs, and then the sooner the better.
+
+        Among equals the batch needed last goes: as in CoorDL's cache, replacing what is waiting by what is new would make a
+        job that is far behind miss all of them instead of some.
+        """
+        needed = self._needed_by(position)
+        distances = [self._distance(job, position) for job in needed]
+        nearest = min(distances, default=1 << 62)
+        return nearest < self._ahead(), len(needed), -nearest
+
+    def _patience(self) -> float:
+        """Seconds after which a claim is old."""
+        typical = statistics.median(self._durations) if self._durations else self.timeout_seconds
+        return min(self.timeout_seconds, max(LEAST_PATIENCE_SECONDS, PATIENCE * typical))
+
+    def _needed_by(self, position: Position) -> list[Job]:
+        return [job for job in self.jobs.values() if job.cursor <= position]
+
+    def _distance(self, job: Job, position: Position) -> int:
+        """Batches that the job uses before this one; those of later epochs are further than all of its own."""
+        epochs, batches = position[0] - job.cursor[0], position[1] - job.cursor[1]
+        return batches if epochs == 0 else epochs << 40
+
+    def _ahead(self) -> int:
+        return AHEAD_PER_WORKER * max(1, len(self.workers))
+
+    def _window(self, job: Job) -> Iterator[Position]:
+        """What the job needs soon."""
+        epoch, batch = job.cursor
+        yield from ((epoch, number) for number in range(batch, min(batch + self._ahead(), job.end)))
+
+    def _choose(self, name: str, now: float) -> Position | None:
+        """The batch that its own job needs soonest and nobody prepares, else one that another needs and it will need later."""
+        job = self.jobs[name]
+        own = list(self._window(job))
+        others: list[tuple[int, Position]] = []
+        for other in self.jobs.values():
+            if other is not job:
+                later = (position for position in self._window(other) if position >= job.cursor)
+                others.extend((self._distance(other, position), position) for position in later)
+        waited = {other.cursor for other in self.jobs.values() if other.is_waiting}
+        for position in [*own, *(position for _, position in sorted(others))]:
+            if position in self.held or (name, position) in self._failed:
+                continue
+            claims = [claim for claim in self.claims.values() if claim.position == position]
+            if claims and (position not in waited or any(now < claim.since + self._patience() for claim in claims)):
+                continue
+            if position in waited or self._has_room(position):
+                return position
+        return None
+
+    def _has_room(self, position: Position) -> bool:
+        """Whether one more batch, as large as the largest so far, could be kept without dropping a better one."""
+        room = self.memory_bytes - self.held_bytes - self._largest * len(self.claims)
+        if room >= self._largest:
+            return True
+        rank = self.rank(position)
+        return room + sum(nbytes for held, nbytes in self.held.items() if self.rank(held) < rank) >= self._largest

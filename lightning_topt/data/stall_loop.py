@@ -1,0 +1,140 @@
+"""Loops that are watched from their loader, and loaders made to be watched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+from typing import Any, NamedTuple
+
+import psutil
+from torch.utils.data import DataLoader, IterableDataset
+
+MOST_BATCHES = 100_000
+
+
+class LoopTimes(NamedTuple):
+    """Means per batch of a steady loop: all of it, of that waiting for the batch, and seconds of cores.
+
+    `core_seconds` are those of the training process, `worker_core_seconds` those of its child processes.
+    """
+
+    batches: int
+    batch_seconds: float
+    wait_seconds: float
+    core_seconds: float
+    worker_core_seconds: float
+
+
+class Watched:
+    """Batches of an iterable, for `seconds`, but at least `least` and at most `most` of them after the first `skip`.
+
+    It is one epoch of whatever loop iterates it; `times` afterwards. `used` counts the batches handed out.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], seconds: float, *, skip: int = 4, least: int = 4, most: int = MOST_BATCHES
+    ) -> None:
+        self.batches, self.seconds, self.skip, self.least, self.most = batches, seconds, skip, least, most
+        self.used = 0
+        self._waits: list[float] = []
+        self._marks: list[tuple[float, float, float]] = []  # clock, this process's cores, its children's
+
+    def __len__(self) -> int:
+        """One more than there are: a loop that counts must ask once more, which ends the measurement."""
+        return self.skip + self.most + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self.batches)
+        self._waits, self._marks, self.used = [], [], 0
+        started = inf
+        while self.used < self.skip + self.most:
+            if self.used == self.skip:
+                self._mark()
+                started = time.perf_counter()
+            asked = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            self._waits.append(time.perf_counter() - asked)
+            self.used += 1
+            yield batch
+            if time.perf_counter() - started > self.seconds and self.used >= self.skip + self.least:
+                break
+        self._mark()
+
+    def _mark(self) -> None:
+        self._marks.append((time.perf_counter(), time.process_time(), _children_core_seconds()))
+
+    def times(self) -> LoopTimes:
+        """Of the batches after the first `skip`."""
+        if len(self._marks) < 2 or self.used <= self.skip:
+            raise ValueError(
+                f"the loop took {self.used} batches; stalls are measured after the first {self.skip}: "
+                "let it train on all that it is given, on more samples or in smaller batches"
+            )
+        count = self.used - self.skip
+        wall, own, children = ((end - start) / count for start, end in zip(*self._marks, strict=True))
+        return LoopTimes(count, wall, sum(self._waits[self.skip :]) / count, own, children)
+
+
+def _children_core_seconds() -> float:
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def check_loader(loader: Any) -> None:
+    """Raise ValueError for what cannot be measured with a cache: no DataLoader, or no map-style data set."""
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"stalls are measured on one DataLoader; got {type(loader).__name__} (of several, pass one after the other)"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            "an iterable data set has no items to cache: StallMonitor measures the wait for it in training"
+        )
+
+
+def samples_per_batch(loader: DataLoader[Any]) -> int:
+    """The size of the loader's batches, of its first one where they differ; 1 where the data set makes them."""
+    if loader.batch_size is not None:
+        return loader.batch_size
+    if loader.batch_sampler is None:
+        return 1
+    return len(next(iter(loader.batch_sampler)))
+
+
+def loader_over(loader: DataLoader[Any], items: Sequence[int], *, num_workers: int) -> DataLoader[Any]:
+    """A loader like `loader` over given items, in their order, in batches of its size (a last incomplete one left out)."""
+    size = samples_per_batch(loader)
+    batches: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": list(items)}
+    if loader.batch_size is not None:
+        batches["drop_last"] = True
+    elif loader.batch_sampler is not None:
+        full = range(0, len(items) - size + 1, size)
+        batches = {"batch_sampler": [list(items[first : first + size]) for first in full]}
+    workers: dict[str, Any] = {}
+    if num_workers:
+        workers = {"prefetch_factor": loader.prefetch_factor, "multiprocessing_context": loader.multiprocessing_context}
+    return DataLoader(
+        loader.dataset,
+        num_workers=num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout if num_workers else 0,
+        worker_init_fn=loader.worker_init_fn,
+        **batches,
+        **workers,
+    )
+
+
+def makes_batches(loader: DataLoader[Any]) -> bool:
+    """Whether samples are collated; else each of them is a batch."""
+    return loader.batch_sampler is not None

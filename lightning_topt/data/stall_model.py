@@ -1,0 +1,290 @@
+"""What a training loop waits for, from a few measured costs: the throughput of any other set-up.
+
+Symbols, per sample unless said: a *miss* waits `latency_seconds`, moves `source_bytes` over the link and takes
+`prepare_seconds` of a core (system calls and decoding alike: a core does both), and its part of `collate_seconds` per batch; a
+*hit* takes `hit_seconds`, collated. Per batch of B samples: with workers `worker_seconds` more in the worker and
+`receive_seconds` in the training process; then the step.
+
+DS-Analyzer (arXiv 2007.06775, section 3.4) takes the slowest stage for the whole: `bounds`. Stages share cores, though, and
+wait for each other, so `batch_seconds` plays the loop through: processes, cores, the link and the disk as fluids that those who
+use them share evenly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, inf
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+CORE, LINK, DISK, DELAY = "core", "link", "disk", "delay"
+_CHUNKS = 16  # in which the samples of a batch are played
+_BATCHES = 96  # played and counted, but at least 24 of each worker
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class StallCosts:
+    """What one set-up showed; see the module for the symbols. Seconds of a core are those of an idle machine.
+
+    Args:
+        batch_size: B, samples.
+        num_items: of the data set.
+        step_seconds: of a training step whose batch is there.
+        step_core_seconds: that the training process computes in it, all threads together.
+        latency_seconds: before the first byte of a sample; with `link_bytes_per_second` infinite, all the waiting.
+        source_bytes: that one sample moves from its source.
+        link_bytes_per_second: of the source or the network to it, shared by all who read.
+        entry_bytes: of one sample in the cache.
+        disk_bytes_per_second: of the disk that the cache's disk tier would be on.
+        contention: seconds of a core for what takes 1 alone, when all cores are busy.
+    """
+
+    batch_size: int
+    num_items: int
+    step_seconds: float
+    step_core_seconds: float
+    latency_seconds: float
+    source_bytes: float
+    link_bytes_per_second: float
+    prepare_seconds: float
+    hit_seconds: float
+    collate_seconds: float
+    worker_seconds: float
+    receive_seconds: float
+    entry_bytes: float
+    disk_bytes_per_second: float = inf
+    contention: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.num_items < 1 or self.step_seconds <= 0 or self.contention < 1:
+            raise ValueError(
+                "costs need at least 1 sample per batch and item, a step that takes time and contention >= 1"
+            )
+        if min(self.link_bytes_per_second, self.disk_bytes_per_second) <= 0:
+            raise ValueError("a link and a disk have positive rates (bytes per second)")
+
+    @property
+    def miss_seconds(self) -> float:
+        """Of a core, for a sample from the source."""
+        return self.prepare_seconds + self.collate_seconds / self.batch_size
+
+    def share(self, cache_bytes: float) -> float:
+        """The share of all items that `cache_bytes` hold, 0 to 1."""
+        return min(1.0, cache_bytes / (self.entry_bytes * self.num_items))
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """What may be changed; None: as measured. Shares are those of the items in the memory and in the disk tier.
+
+    `cores` are those of the machine for this loop; `step_speedup` 2: an accelerator that takes half the time.
+    """
+
+    num_workers: int
+    cores: int
+    prefetch_factor: int = 2
+    memory_share: float = 0.0
+    disk_share: float = 0.0
+    link_bytes_per_second: float | None = None
+    latency_seconds: float | None = None
+    disk_bytes_per_second: float | None = None
+    step_speedup: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0 or self.cores < 1 or self.prefetch_factor < 1:
+            raise ValueError(f"a set-up has at least 0 workers, 1 core and 1 batch of prefetching; got {self}")
+        if min(self.memory_share, self.disk_share) < 0 or self.memory_share + self.disk_share > 1 + 1e-9:
+            raise ValueError(f"the tiers hold a share of the items, from 0 to 1 together; got {self}")
+        rates = (self.link_bytes_per_second, self.disk_bytes_per_second, self.step_speedup)
+        if any(rate is not None and rate <= 0 for rate in rates) or (self.latency_seconds or 0) < 0:
+            raise ValueError(f"rates and the speed-up are positive, a latency is at least 0; got {self}")
+
+
+class _Phase(NamedTuple):
+    resource: str
+    amount: float  # seconds, or bytes of the link and the disk
+    demand: float = 1.0  # cores
+
+
+class _Sample(NamedTuple):
+    """Amounts of some samples together."""
+
+    delay: float
+    link: float
+    disk: float
+    core: float
+
+    def phases(self) -> Iterator[_Phase]:
+        yield _Phase(DELAY, self.delay)
+        yield _Phase(LINK, self.link)
+        yield _Phase(DISK, self.disk)
+        yield _Phase(CORE, self.core)
+
+
+_Process = Iterator["_Phase | Callable[[], bool]"]  # does phases, or waits until something is so
+
+
+def apply(costs: StallCosts, setup: SetUp) -> StallCosts:
+    """The costs in a set-up: its link, disk and step in place of those measured."""
+    changed = {
+        name: value
+        for name in ("link_bytes_per_second", "latency_seconds", "disk_bytes_per_second")
+        if (value := getattr(setup, name)) is not None
+    }
+    step = {name: getattr(costs, name) / setup.step_speedup for name in ("step_seconds", "step_core_seconds")}
+    return dataclasses.replace(costs, **changed, **step)
+
+
+def bounds(costs: StallCosts, setup: SetUp) -> dict[str, float]:
+    """Least seconds per batch that each resource alone allows: "step", "link", "disk", "cores" and "workers".
+
+    Without workers, "workers" is all the work of the training process on its data, and has the step in it.
+    """
+    c, missing = apply(costs, setup), 1 - setup.memory_share - setup.disk_share
+    wait = c.batch_size * missing * (c.latency_seconds + c.source_bytes / c.link_bytes_per_second)
+    wait += c.batch_size * setup.disk_share * c.entry_bytes / c.disk_bytes_per_second
+    core = c.batch_size * (missing * c.miss_seconds + (1 - missing) * c.hit_seconds)
+    link = c.batch_size * missing * c.source_bytes / c.link_bytes_per_second
+    disk = c.batch_size * setup.disk_share * c.entry_bytes / c.disk_bytes_per_second
+    if setup.num_workers == 0:
+        workers = wait + core + c.step_seconds
+        in_all = core + c.step_core_seconds
+        return {"step": c.step_seconds, "link": link, "disk": disk, "cores": in_all / setup.cores, "workers": workers}
+    workers = (wait + core + c.worker_seconds) / setup.num_workers
+    in_all = core + c.worker_seconds + c.receive_seconds + c.step_core_seconds
+    step = c.step_seconds + c.receive_seconds
+    return {"step": step, "link": link, "disk": disk, "cores": in_all / setup.cores, "workers": workers}
+
+
+def batch_seconds(costs: StallCosts, setup: SetUp, *, seed: int = 0) -> float:
+    """Seconds per batch of a long epoch in `setup`; `seed`: of the order in which hits and misses come."""
+    loop = _Loop(apply(costs, setup), setup, np.random.default_rng(seed))
+    loop.play()
+    first = loop.warmup
+    return (loop.starts[-1] - loop.starts[first]) / (len(loop.starts) - 1 - first)
+
+
+def samples_per_second(costs: StallCosts, setup: SetUp) -> float:
+    """The throughput of `batch_seconds`."""
+    return costs.batch_size / batch_seconds(costs, setup)
+
+
+class _Loop:
+    """A DataLoader's worker processes and the loop that takes their batches, in the order of the batches."""
+
+    def __init__(self, costs: StallCosts, setup: SetUp, rng: np.random.Generator) -> None:
+        self.costs, self.setup, self.clock = costs, setup, 0.0
+        self.starts: list[float] = []  # when each step began
+        self.warmup = setup.num_workers * (setup.prefetch_factor + 2)
+        total = self.warmup + max(_BATCHES, _BATCHES // 4 * setup.num_workers) + 1
+        self.samples = _draw(costs, setup, total, rng)
+        self.ready: set[int] = set()
+        ahead = setup.num_workers * setup.prefetch_factor
+        self.queues: list[deque[int]] = [
+            deque(range(worker, min(ahead, total), setup.num_workers)) for worker in range(setup.num_workers)
+        ]
+        self.next_batch = ahead
+
+    def train(self) -> _Process:
+        """The training process."""
+        c = self.costs
+        for batch, chunks in enumerate(self.samples):
+            if self.setup.num_workers:
+                yield partial(self.ready.__contains__, batch)
+                if self.next_batch < len(self.samples):
+                    self.queues[self.next_batch % self.setup.num_workers].append(self.next_batch)
+                    self.next_batch += 1
+                yield _Phase(CORE, c.receive_seconds)
+            else:
+                for chunk in chunks:
+                    yield from chunk.phases()
+            self.starts.append(self.clock)
+            if c.step_core_seconds >= c.step_seconds:
+                yield _Phase(CORE, c.step_seconds, c.step_core_seconds / c.step_seconds)
+            else:
+                yield _Phase(CORE, c.step_core_seconds)
+                yield _Phase(DELAY, c.step_seconds - c.step_core_seconds)
+
+    def work(self, worker: int) -> _Process:
+        """A worker process."""
+        queue = self.queues[worker]
+        while True:
+            yield lambda: bool(queue)
+            batch = queue.popleft()
+            for chunk in self.samples[batch]:
+                yield from chunk.phases()
+            yield _Phase(CORE, self.costs.worker_seconds)
+            self.ready.add(batch)
+
+    def play(self) -> None:
+        """Until the training process ends."""
+        processes = [self.train(), *(self.work(worker) for worker in range(self.setup.num_workers))]
+        waiting: list[Callable[[], bool] | None] = [None] * len(processes)
+        phases: list[_Phase | None] = [None] * len(processes)
+        left = [0.0] * len(processes)
+        while True:
+            for i in (*range(1, len(processes)), 0):  # what workers finish now, the training process sees now
+                while phases[i] is None and (waiting[i] is None or waiting[i]()):
+                    step = next(processes[i], None)
+                    if step is None:
+                        return
+                    if isinstance(step, _Phase):
+                        waiting[i] = None
+                        if step.amount > _TINY:
+                            phases[i], left[i] = step, step.amount
+                    else:
+                        waiting[i] = step
+            speeds = self._speeds(phases)
+            active = [i for i, phase in enumerate(phases) if phase is not None]
+            assert active, "the loop waits for a batch that nobody prepares"
+            elapsed = min(left[i] / speeds[phase.resource] for i in active if (phase := phases[i]))
+            self.clock += elapsed
+            for i in active:
+                phase = phases[i]
+                assert phase is not None
+                left[i] -= elapsed * speeds[phase.resource]
+                if left[i] <= _TINY * max(1.0, phase.amount):
+                    phases[i] = None
+
+    def _speeds(self, phases: list[_Phase | None]) -> dict[str, float]:
+        """What one user of each resource gets of it per second."""
+        users = {CORE: 0.0, LINK: 0.0, DISK: 0.0}
+        for phase in phases:
+            if phase is not None and phase.resource != DELAY:
+                users[phase.resource] += phase.demand
+        cores, busy = self.setup.cores, min(users[CORE], float(self.setup.cores))
+        slower = 1.0 if cores == 1 else 1 + (self.costs.contention - 1) * max(0.0, busy - 1) / (cores - 1)
+        return {
+            CORE: min(1.0, cores / max(users[CORE], _TINY)) / slower,
+            LINK: self.costs.link_bytes_per_second / max(users[LINK], 1.0),
+            DISK: self.costs.disk_bytes_per_second / max(users[DISK], 1.0),
+            DELAY: 1.0,
+        }
+
+
+def _draw(c: StallCosts, setup: SetUp, batches: int, rng: np.random.Generator) -> list[list[_Sample]]:
+    """The samples of each batch in chunks. Hits have exactly their share, and come in random order."""
+    total = batches * c.batch_size
+    tiers = np.zeros(total, np.int8)
+    in_memory = round(setup.memory_share * total)
+    on_disk = round((setup.memory_share + setup.disk_share) * total)
+    tiers[:in_memory], tiers[in_memory:on_disk] = 2, 1
+    rng.shuffle(tiers)
+    size = ceil(c.batch_size / _CHUNKS)
+    link = 0.0 if c.link_bytes_per_second == inf else c.source_bytes
+    disk = 0.0 if c.disk_bytes_per_second == inf else c.entry_bytes
+
+    def chunk(some: npt.NDArray[np.int8]) -> _Sample:
+        misses, disk_hits = int((some == 0).sum()), int((some == 1).sum())
+        core = misses * c.miss_seconds + (len(some) - misses) * c.hit_seconds
+        return _Sample(misses * c.latency_seconds, misses * link, disk_hits * disk, core)
+
+    of_batch = tiers.reshape(batches, c.batch_size)
+    return [[chunk(row[i : i + size]) for i in range(0, c.batch_size, size)] for row in of_batch]

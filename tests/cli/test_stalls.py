@@ -1,0 +1,106 @@
+"""`topt stalls` as users run it, and the data module that it serves batches through."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_topt.cli.stalls import QUIET, measure, serving
+from lightning_topt.data.stall_measurement import MeasurementOptions
+from tests.cli.test_main import finished, topt
+
+
+def test_digits(tmp_path):
+    arguments = ["experiment=digits", "seconds=0.3", "data.batch_size=16", f"hydra.run.dir={tmp_path}/run"]
+    output = finished(topt("stalls", *arguments, folder=tmp_path))
+    assert "of training waits for data" in output and "cache in memory" in output and "Best num_workers" in output
+    record = json.loads((tmp_path / "run" / "stalls.json").read_text())
+    assert record["schema_version"] == 1 and record["costs"]["batch_size"] == 16
+    assert record["what_if"][0]["group"] == "now" and record["what_if"][0]["samples_per_second"] > 0
+    assert record["runs"]["cold"]["batches"] > 0 and record["set_up"]["num_workers"] == 0
+    assert (tmp_path / "run" / "stalls.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["experiment=digits", "trainer.devices=2"], "set trainer.devices=1"),
+        (["experiment=digits", "data.batch_size=1000"], "at least 8 batches"),
+        (["experiment=digits", "link=fast"], "link: 'fast'"),
+    ],
+)
+def test_wrong_use(arguments, words, tmp_path):
+    result = topt("stalls", *arguments, folder=tmp_path)
+    assert result.returncode == 2 and words in result.stderr and "Traceback" not in result.stderr
+
+
+class Rows(pl.LightningDataModule):
+    """Counts what is called; its hook of the batch's transfer adds 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(f"setup {stage}")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.zeros(200, 2), batch_size=4)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch + 1
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.seen: set[float] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen |= set(batch.flatten().tolist())
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def make_trainer(**options: Any) -> pl.Trainer:
+    return pl.Trainer(accelerator="cpu", **{"devices": 1, **QUIET, **options})
+
+
+def test_the_data_module_is_set_up_once_and_its_hooks_work(tmp_path):
+    module, net = Rows(), Net()
+    options = MeasurementOptions(seconds=0.05, memory_bytes=1 << 20)
+    result = measure(net, module, trainer=make_trainer, directory=str(tmp_path / "cache"), options=options)
+    assert module.calls == ["prepare_data", "setup fit"]
+    assert net.seen == {1.0}, "also in the synthetic run, whose batches are used again and again"
+    assert result.costs.num_items == 200
+    assert isinstance(module.train_dataloader(), DataLoader)
+
+
+def test_serving_restores_the_data_module_after_an_error():
+    module = Rows()
+    mine = module.__dict__["teardown"] = lambda stage: None
+    with pytest.raises(RuntimeError), serving(module, [1]):
+        assert module.train_dataloader() == [1]
+        raise RuntimeError
+    assert isinstance(module.train_dataloader(), DataLoader) and vars(module)["teardown"] is mine
+    assert "setup" not in vars(module)
+
+
+def test_several_loaders_are_refused(tmp_path):
+    class Two(Rows):
+        def train_dataloader(self) -> Any:
+            return [super().train_dataloader(), super().train_dataloader()]
+
+    with pytest.raises(ValueError, match="one DataLoader; got list"):
+        measure(Net(), Two(), trainer=make_trainer, directory=str(tmp_path), options=MeasurementOptions())

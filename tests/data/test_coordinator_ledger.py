@@ -1,0 +1,233 @@
+"""Who prepares what: rules one by one, and whole searches of jobs simulated with random speeds, deaths and memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_topt.data.coordinator_ledger import Ledger
+
+MEMORY = 10_000
+
+
+def ledger_of(
+    *jobs: str, memory_bytes: int = MEMORY, start=(0, 0), end: int = 20, timeout_seconds: float = 10
+) -> Ledger:
+    """Each job with one worker, the number of its place from 1."""
+    ledger = Ledger(timeout_seconds=timeout_seconds)
+    for number, job in enumerate(jobs, 1):
+        ledger.add_job(job, memory_bytes=memory_bytes)
+        ledger.start(job, start, end=end)
+        ledger.add_idle(number, job)
+    return ledger
+
+
+def finish(ledger: Ledger, worker: int, *, nbytes: int = 100, now: float = 1e9) -> None:
+    position = ledger.claims[worker].position
+    ledger.prepared(worker, position, nbytes=nbytes, now=now)
+    ledger.add_idle(worker, ledger.workers[worker])
+
+
+def test_workers_of_different_jobs_prepare_different_batches_of_the_next_ones():
+    ledger = ledger_of("a", "b", "c")
+    assert sorted(position for _, position in ledger.assignments(0)) == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_a_batch_goes_to_each_job_once_and_is_forgotten_with_the_last():
+    ledger = ledger_of("a", "b")
+    list(ledger.assignments(0))
+    finish(ledger, 1)
+    for job in ("a", "b"):
+        assert ledger.drop_excess() == []
+        ledger.request(job)
+        assert ledger.deliveries() == [(job, (0, 0))]
+    assert ledger.drop_excess() == [(0, 0)]
+    ledger.request("a")
+    assert ledger.deliveries() == []
+
+
+def test_the_job_that_prepared_least_is_asked_first():
+    ledger = ledger_of("a", "b")
+    ledger.jobs["a"].prepared = 5
+    assert next(ledger.assignments(0)) == (2, (0, 0))
+
+
+def test_no_further_ahead_than_two_batches_per_worker():
+    ledger = ledger_of("a")
+    for _ in range(10):
+        list(ledger.assignments(0))
+        if 1 in ledger.claims:
+            finish(ledger, 1)
+    assert sorted(ledger.held) == [(0, 0), (0, 1)]
+
+
+def test_the_claim_of_a_lost_worker_is_free_at_once():
+    ledger = ledger_of("a", "b")
+    claimed = dict(ledger.assignments(0))
+    finish(ledger, 2)
+    ledger.remove_worker(1)
+    ledger.remove_job("a")
+    assert claimed[1] in dict(ledger.assignments(0)).values()
+
+
+def test_a_claim_is_given_to_another_when_it_is_old_and_somebody_waits():
+    ledger = ledger_of("a", "b", timeout_seconds=10)
+    claimed = dict(ledger.assignments(0))
+    slow = next(worker for worker, position in claimed.items() if position == (0, 0))
+    other = 3 - slow
+    for _ in range(3):
+        finish(ledger, other)
+        list(ledger.assignments(9))
+    assert other not in ledger.claims  # two batches per worker are prepared or claimed
+    assert claimed[slow] not in {claim.position for worker, claim in ledger.claims.items() if worker != slow}
+    assert ledger.next_deadline(9) is None and list(ledger.assignments(1000)) == []  # nobody waits
+    ledger.request("b")
+    assert ledger.next_deadline(9) == 10
+    assert list(ledger.assignments(9.9)) == []
+    assert ledger.next_deadline(10) is None  # not again and again while nobody is free to take it
+    assert list(ledger.assignments(10)) == [(other, (0, 0))]
+    assert ledger.next_deadline(11) == 20
+
+
+def test_a_claim_is_old_sooner_where_preparing_is_quick():
+    ledger = ledger_of("a", "b", timeout_seconds=60)
+    list(ledger.assignments(0))
+    ledger.request("a")
+    assert ledger.next_deadline(0) == 60
+    finish(ledger, 2, now=0.5)
+    assert ledger.next_deadline(0.5) == 8 * 0.5
+    for _ in range(2):
+        list(ledger.assignments(1))
+        finish(ledger, 2, now=1.01)
+    assert ledger.next_deadline(1.5) == 2
+    assert list(ledger.assignments(1.99)) == [] and list(ledger.assignments(2)) == [(2, (0, 0))]
+
+
+def test_batches_that_only_a_stopped_job_needs_give_way():
+    ledger = ledger_of("a", "b", "stopped", memory_bytes=1000, end=100)
+    for step in range(50):
+        for job in ("a", "b"):
+            ledger.request(job)
+        while not (given := ledger.deliveries()):
+            list(ledger.assignments(step))
+            for worker in list(ledger.claims):
+                finish(ledger, worker)
+            assert ledger.drop_excess() is not None
+            assert ledger.held_bytes == sum(ledger.held.values())
+        assert ledger.held_bytes <= 1000
+        assert {job for job, _ in given} == {"a", "b"}  # one preparation serves both
+    assert sum(job.prepared for job in ledger.jobs.values()) <= 50 + 6
+
+
+def test_what_is_needed_soon_and_by_many_is_worth_most():
+    ledger = ledger_of("a", "b", "behind", end=1000)  # windows of six batches
+    ledger.start("a", (0, 100), end=1000)
+    ledger.start("b", (0, 102), end=1000)
+    order = [(0, 99), (0, 7), (0, 6), (0, 101), (0, 100), (0, 5), (0, 4), (0, 104), (0, 102)]
+    expected = [(0, 99), (0, 7), (0, 6), (0, 5), (0, 4), (0, 101), (0, 100), (0, 104), (0, 102)]
+    assert sorted(order, key=ledger.rank) == expected
+
+
+def test_no_more_is_begun_than_there_is_room_for():
+    ledger = ledger_of("a", "b", "c", "d", memory_bytes=350)
+    next(ledger.assignments(0))
+    finish(ledger, 1, nbytes=100)
+    assert len(list(ledger.assignments(1))) == 2  # with the one that is kept, three
+
+
+def test_what_a_job_jumps_over_is_forgotten():
+    ledger = ledger_of("a")
+    list(ledger.assignments(0))
+    finish(ledger, 1)
+    assert ledger.drop_excess() == []
+    ledger.start("a", (1, 0), end=20)
+    assert ledger.drop_excess() == [(0, 0)] and ledger.held_bytes == 0
+
+
+def test_what_only_a_lost_job_needed_is_forgotten():
+    ledger = ledger_of("a", "behind")
+    ledger.start("a", (0, 5), end=20)
+    list(ledger.assignments(0))
+    finish(ledger, 2)
+    assert ledger.drop_excess() == []
+    ledger.remove_worker(2)
+    ledger.remove_job("behind")
+    assert ledger.drop_excess() == [(0, 0)]
+
+
+def test_a_worker_helps_others_with_what_its_own_job_needs_later_but_not_with_what_it_has_had():
+    ledger = ledger_of("behind", "ahead")
+    ledger.start("behind", (0, 0), end=1)
+    ledger.start("ahead", (0, 10), end=20)
+    ledger.remove_worker(2)
+    assert list(ledger.assignments(0)) == [(1, (0, 0))]
+    finish(ledger, 1)
+    assert list(ledger.assignments(0)) == [(1, (0, 10))]
+    ledger = ledger_of("behind", "ahead")
+    ledger.start("ahead", (0, 10), end=20)
+    ledger.remove_worker(1)
+    for _ in range(10):
+        assert all(position >= (0, 10) for _, position in ledger.assignments(0))
+        if 2 in ledger.claims:
+            finish(ledger, 2)
+
+
+def test_a_job_whose_workers_failed_does_not_try_again():
+    ledger = ledger_of("a", "b")
+    (worker, position), _ = ledger.assignments(0)
+    ledger.failed(worker, position)
+    ledger.add_idle(worker, ledger.workers[worker])
+    assert all(again != position for _, again in ledger.assignments(0))
+    finish(ledger, 3 - worker)
+    assert (3 - worker, position) in ledger.assignments(0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_job_gets_every_batch_once_whatever_happens(seed):
+    """Random speeds, sizes, memory, deaths, hanging workers and late jobs: the survivors get everything, in order."""
+    chance = random.Random(seed)
+    memory, largest, epochs, batches = chance.choice([50, 400, 3000]), 200, 2, chance.randint(1, 12)
+    ledger = Ledger(timeout_seconds=15, max_held=chance.choice([2, 1000]))
+    names = [f"job {number}" for number in range(chance.randint(1, 4))]
+    got: dict[str, list] = {name: [] for name in names}
+    speed = {name: chance.choice([1.0, 0.3, 0.05]) for name in names}
+    hanging, waiting, joined, workers = set(), set(), set(), 0
+    dies = {name: chance.random() < 0.3 for name in names[1:]}
+    expected = [(epoch, batch) for epoch in range(epochs) for batch in range(batches)]
+    for now in range(20_000):
+        for name in names:
+            if name not in joined and chance.random() < 0.05:
+                joined.add(name)
+                ledger.add_job(name, memory_bytes=memory)
+                ledger.start(name, (0, 0), end=batches)
+                for place in range(chance.randint(1, 2)):
+                    workers += 1
+                    ledger.add_idle(workers, name)
+                    if place > 0 and chance.random() < 0.3:  # a job of which all hang would not get far alone either
+                        hanging.add(workers)
+            elif name in ledger.jobs and name not in waiting and chance.random() < speed[name]:
+                if len(got[name]) == len(expected) or (dies.get(name) and len(got[name]) > batches // 2):
+                    for worker in [worker for worker, job in ledger.workers.items() if job == name]:
+                        ledger.remove_worker(worker)
+                    ledger.remove_job(name)
+                    continue
+                if got[name] and got[name][-1][1] == batches - 1:
+                    ledger.start(name, (got[name][-1][0] + 1, 0), end=batches)
+                ledger.request(name)
+                waiting.add(name)
+        for worker in [worker for worker in ledger.claims if worker not in hanging and chance.random() < 0.4]:
+            finish(ledger, worker, nbytes=chance.randint(1, largest), now=now)
+        for name, position in ledger.deliveries():
+            got[name].append(position)
+            waiting.remove(name)
+        ledger.drop_excess()
+        assert ledger.held_bytes == sum(ledger.held.values())
+        assert ledger.held_bytes <= ledger.memory_bytes and len(ledger.held) <= ledger.max_held
+        list(ledger.assignments(now))
+        if len(joined) == len(names) and not ledger.jobs:
+            break
+    for name in names:
+        assert got[name] == expected[: len(got[name])]
+        assert dies.get(name) or got[name] == expected
+    assert not ledger.held and not ledger.claims and not ledger.workers

@@ -9,6 +9,7 @@ import argparse
 import functools
 import http.client
 import http.server
+import importlib.util
 import io
 import socketserver
 from pathlib import Path
@@ -26,10 +27,11 @@ CLASSES = 10
 
 def photographs() -> list[Image.Image]:
     """All pictures that the installed packages ship, RGB, at least 600 x 450."""
-    folders = []
-    for package, inside in (("sklearn", "datasets/images"), ("skimage", "data")):
-        module = __import__(package)
-        folders.append(Path(module.__file__ or "").parent / inside)
+    found = [
+        (importlib.util.find_spec(package), inside)
+        for package, inside in (("sklearn", "datasets/images"), ("skimage", "data"))
+    ]
+    folders = [Path(spec.origin).parent / inside for spec, inside in found if spec and spec.origin]
     paths = [
         path
         for folder in folders

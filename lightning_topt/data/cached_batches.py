@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from lightning_topt.data.cached_dataset import CachedDataset
+from lightning_topt.data.sample_cache import SampleCache
 from lightning_topt.data.sample_codec import TORCH_DTYPES, Layout, Spec, layout, layout_of, named_type
 
 _NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool, "complex": torch.complex128}
@@ -50,7 +51,7 @@ class BatchDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """A `ReadyBatch`, or a list of samples."""
-        batch = None if self.dataset.is_marked else read_batch(self.dataset, indices)
+        batch = None if self.dataset.is_marked or not indices else read_batch(self.dataset, indices)
         return self.dataset.__getitems__(indices) if batch is None else batch
 
 
@@ -59,26 +60,34 @@ def collate(samples: Any) -> Any:
     return samples.batch if isinstance(samples, ReadyBatch) else default_collate(samples)
 
 
-def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | None:
-    """The batch of `indices`; None where its first entry is not in memory, or the entries have not all the same layout.
+def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | list[Any] | None:
+    """The batch of `indices`, or its samples where they have not all the same layout; None: nothing was read.
 
-    Entries that are not in this node's memory come as by `CachedDataset`.
+    That is where the first entry is not in memory, or torch would not stack it. Entries that are not in this node's memory come
+    as by `CachedDataset`.
     """
     cache, items = dataset.cache, [dataset.item(index) for index in indices]
-    first = cache.peek(items[0]) if items else None
-    if first is None:
-        return None
-    known = layout_of(first)
-    rows = BatchRows.of(known, len(items))
+    known = _layout_in_memory(cache, items[0])
+    rows = None if known is None else BatchRows.of(known, len(items))
     if rows is None:
         return None
     missing = [i for i, item in enumerate(items) if not cache.read_into(item, rows.buffers(i))]
-    if any(not rows.is_filled(i) for i in range(len(items)) if i not in missing):
+    rest = dict(zip(missing, dataset.entries([items[i] for i in missing]), strict=True))
+    if all(rows.fill(i, rest[i]) if i in rest else rows.is_filled(i) for i in range(len(items))):
+        return ReadyBatch(rows.batch())
+    # Every entry was read and counted once: samples of different sizes cost no second reading.
+    return [dataset.sample(item, rest[i] if i in rest else rows.entry(i)) for i, item in enumerate(items)]
+
+
+def _layout_in_memory(cache: SampleCache, item: int) -> Layout | None:
+    header, where = cache.peek(item), None if cache.memory is None else cache.memory.locate(item)
+    if header is None or where is None:
         return None
-    for i, entry in zip(missing, dataset.entries([items[i] for i in missing]), strict=True):
-        if not rows.fill(i, entry):
-            return None
-    return ReadyBatch(rows.batch())
+    try:
+        known = layout_of(header)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None  # it is damaged, which is dealt with where all of the entry is read
+    return known if known.nbytes == where.nbytes else None
 
 
 class BatchRows:
@@ -92,7 +101,8 @@ class BatchRows:
         self._head = np.empty((size, start), np.uint8)
         ends = [leaf.start for leaf in known.leaves[1:]] + [known.nbytes]
         self._padding = [
-            np.empty(end - leaf.start - leaf.nbytes, np.uint8) for leaf, end in zip(known.leaves, ends, strict=True)
+            np.empty((size, end - leaf.start - leaf.nbytes), np.uint8)
+            for leaf, end in zip(known.leaves, ends, strict=True)
         ]
         self._expected = np.frombuffer(len(known.header).to_bytes(4, "little") + known.header, np.uint8)
 
@@ -107,8 +117,12 @@ class BatchRows:
         for rows, padding in zip(self._bytes, self._padding, strict=True):
             pieces.append(rows[row])
             if padding.size:
-                pieces.append(padding)
+                pieces.append(padding[row])
         return pieces
+
+    def entry(self, row: int) -> Bytes:
+        """What was read into a row, in one piece."""
+        return np.concatenate(self.buffers(row))
 
     def is_filled(self, row: int) -> bool:
         """Whether what was read into a row has the layout."""

@@ -81,6 +81,10 @@ class CachedDataset(Dataset[Any]):
             for item, entry in zip(items, found, strict=True)
         ]
 
+    def sample(self, item: int, entry: Any) -> Any:
+        """The sample of an entry; for data sets without a mark."""
+        return self._sample(item, entry, self.dataset.__getitem__)
+
     def _sample(self, item: int, entry: Any, original: Callable[[int], Any]) -> Any:
         if entry is not None:
             try:

@@ -14,6 +14,7 @@ import stat
 import sys
 import types
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import PurePath
 from typing import Any
 
@@ -166,7 +167,7 @@ class _Hasher:
         self._add_class(type(value))
         try:
             registered = copyreg.dispatch_table.get(type(value))
-            reduced = value.__reduce_ex__(4) if registered is None else registered(value)
+            reduced: Any = value.__reduce_ex__(4) if registered is None else registered(value)
         except TypeError as error:
             raise UnnamableError(
                 f"the data set's state has a {type(value).__module__}.{type(value).__qualname__}, of which it cannot be told "
@@ -175,7 +176,10 @@ class _Hasher:
         if isinstance(reduced, str):
             self._write(reduced)
             return
-        self.add([*reduced[:3], *(list(part) for part in reduced[3:5] if part is not None)])
+        state = reduced[2] if len(reduced) > 2 else None
+        if isinstance(state, dict) and not state.keys() - {HOOK}:  # pickle has None for no attributes
+            state = None
+        self.add([*reduced[:2], state, *(list(part) for part in reduced[3:5] if part is not None)])
 
     def _add_attributes(self, value: Any) -> None:
         """Of a subclass of a container."""
@@ -186,7 +190,7 @@ class _Hasher:
     def _add_class(self, cls: type) -> None:
         """Code of the class and its bases, as far as they are not installed with Python or torch: those go by name."""
         for base in cls.__mro__:
-            self._write(base.__module__, base.__qualname__)
+            self._write(base.__module__, base.__qualname__, _version(base.__module__))
             if _is_library(base.__module__) or id(base) in self.seen:
                 continue
             self.seen[id(base)] = len(self.seen)
@@ -196,7 +200,7 @@ class _Hasher:
                     self.add(vars(base)[name])
 
     def _add_function(self, value: types.FunctionType) -> None:
-        self._write(value.__module__ or "", value.__qualname__)
+        self._write(value.__module__ or "", value.__qualname__, _version(value.__module__))
         if _is_library(value.__module__):
             return
         self._add_code(value.__code__)
@@ -214,6 +218,7 @@ class _Hasher:
         """What a function refers to in its module; of a module that is the user's, what may be meant by `names`."""
         if isinstance(value, types.ModuleType):
             if _is_library(value.__name__) or id(value) in self.seen:
+                self._write(_version(value.__name__))
                 return
             self.seen[id(value)] = len(self.seen)
             for name in names:
@@ -267,3 +272,17 @@ def _is_empty(cell: types.CellType) -> bool:
 def _is_library(module: str | None) -> bool:
     """Whether a module is not the user's: its version names it. Part of the standard library, torch, NumPy, PIL, Lightning."""
     return (module or "").partition(".")[0] in _LIBRARIES
+
+
+@functools.lru_cache(maxsize=4096)
+def _version(module: str | None) -> str:
+    """What stands for the code of a library's module: another version may decode or resize in another way."""
+    name = (module or "").partition(".")[0]
+    if name not in _LIBRARIES or name == "builtins":
+        return ""
+    if name in sys.stdlib_module_names:
+        return f"{sys.version_info.major}.{sys.version_info.minor}"
+    try:
+        return metadata.version({"PIL": "pillow", "lightning_topt": "lightning-topt"}.get(name, name))
+    except metadata.PackageNotFoundError:  # a source tree on the path
+        return ""

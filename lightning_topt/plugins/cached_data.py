@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_topt.data.cached_batches import BatchDataset, collate
 from lightning_topt.data.cached_dataset import CachedDataset
+from lightning_topt.data.determinism import marked_method
 from lightning_topt.data.fingerprint import fingerprint
 from lightning_topt.data.resumable_loader import make_resumable
 from lightning_topt.data.sample_cache import CacheStatistics, SampleCache
@@ -54,7 +55,10 @@ class CachedDataModule(WrappedDataModule):
             raise ValueError("a cache needs room: give memory_bytes or disk_bytes, per data set and node")
         self.directory = Path(directory)
         self.memory_bytes, self.disk_bytes, self.data_version = memory_bytes, disk_bytes, data_version
-        self._caches: dict[int, tuple[Any, CachedDataset]] = {}
+        self._datasets: dict[
+            int, tuple[Any, CachedDataset]
+        ] = {}  # by id; the data set is kept, so that it keeps its id
+        self._caches: dict[str, SampleCache] = {}  # by fingerprint: equal data sets share one
 
     @override
     def train_dataloader(self) -> Any:
@@ -74,13 +78,14 @@ class CachedDataModule(WrappedDataModule):
 
     def statistics(self, *, reset: bool = False) -> dict[str, CacheStatistics]:
         """What the caches did and hold, by fingerprint."""
-        return {cached.cache.folder.name: cached.cache.statistics(reset=reset) for _, cached in self._caches.values()}
+        return {name: cache.statistics(reset=reset) for name, cache in self._caches.items()}
 
     def close(self) -> None:
         """Let go of the memory and files. The disk's part stays for the next run."""
-        for _, cached in self._caches.values():
-            cached.cache.close()
+        for cache in self._caches.values():
+            cache.close()
         self._caches.clear()
+        self._datasets.clear()
 
     @override
     def _changed_loader(self, loader: DataLoader[Any], path: str) -> DataLoader[Any]:
@@ -89,7 +94,9 @@ class CachedDataModule(WrappedDataModule):
                 f"{type(loader.dataset).__name__} is an IterableDataset: its samples have no numbers to be found again by. "
                 "Give it __getitem__ and __len__, or leave its DataModule without a cache"
             )
-        stacks = type(loader) is DataLoader and loader.collate_fn is default_collate and loader.batch_size is not None
+        stacks = (
+            type(loader) is DataLoader and loader.collate_fn is default_collate and loader.batch_sampler is not None
+        )
         replace_dataset(loader, self._cached_dataset(loader.dataset, ready_batches=stacks))
         if stacks:
             replace_argument(loader, "collate_fn", collate)
@@ -113,17 +120,35 @@ class CachedDataModule(WrappedDataModule):
             return whole
         if isinstance(dataset, CachedDataset | BatchDataset):
             return dataset
-        if id(dataset) not in self._caches:
-            cache = SampleCache(
-                self.directory,
-                fingerprint=fingerprint(dataset, data_version=self.data_version),
-                num_items=len(dataset),
-                memory_bytes=self.memory_bytes,
-                disk_bytes=self.disk_bytes,
-            )
-            self._caches[id(dataset)] = dataset, CachedDataset(dataset, cache)
-        cached = self._caches[id(dataset)][1]
+        inner = getattr(dataset, "dataset", None)
+        if marked_method(dataset) is None and holds_mark(inner):
+            self._cached_dataset(inner, ready_batches=False)  # before the marked method; what wraps it stays live
+            return dataset
+        if id(dataset) not in self._datasets:
+            name = fingerprint(dataset, data_version=self.data_version)
+            if name not in self._caches:
+                self._caches[name] = self._new_cache(name, num_items=len(dataset))
+            self._datasets[id(dataset)] = dataset, CachedDataset(dataset, self._caches[name])
+        cached = self._datasets[id(dataset)][1]
         return BatchDataset(cached) if ready_batches else cached
+
+    def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
+        return SampleCache(
+            self.directory,
+            fingerprint=name,
+            num_items=num_items,
+            memory_bytes=self.memory_bytes,
+            disk_bytes=self.disk_bytes,
+        )
+
+
+def holds_mark(dataset: Any) -> bool:
+    """Whether `dataset`, or one that it wraps as ``dataset``, has a method marked as deterministic."""
+    while dataset is not None:
+        if marked_method(dataset) is not None:
+            return True
+        dataset = getattr(dataset, "dataset", None)
+    return False
 
 
 def replace_dataset(loader: DataLoader[Any], dataset: Any) -> None:

@@ -182,6 +182,18 @@ def kept(pid: int) -> list[int]:
     return sizes
 
 
+def coordinators() -> list[int]:
+    """Running coordinators."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if "lightning_topt.data.coordinator" in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(int(pid))
+        except OSError:
+            continue
+    return found
+
+
 def wait_until(condition: Any, *, seconds: float = 30) -> None:
     """For what other processes do; raises TimeoutError."""
     deadline = time.monotonic() + seconds

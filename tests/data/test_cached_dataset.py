@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from lightning_topt.data.determinism import NotDeterministicError, deterministic
 from lightning_topt.data.sample_cache import RefusedCacheError, SampleCache
 
 ITEMS = 40
+MEMORY = {"memory_bytes": 1 << 22, "disk_bytes": 0}
 
 
 class Point(NamedTuple):
@@ -124,6 +126,39 @@ def test_in_a_loader_with_workers(tmp_path, num_workers):
         same(list(loader), [default_collate([make(i) for i in range(s, s + 8)]) for s in range(0, ITEMS, 8)])
     statistics = dataset.dataset.cache.statistics()
     assert (statistics.misses, statistics.memory_hits) == (ITEMS, 2 * ITEMS)
+
+
+def test_samples_of_different_sizes_are_read_and_counted_once(tmp_path):
+    make = lambda i: torch.full((2 + i % 2,), i)  # noqa: E731
+    dataset = BatchDataset(cached(Data(make), tmp_path, memory_bytes=ITEMS // 2 * 96, disk_bytes=1 << 20))
+    for done in range(3):
+        same(dataset.__getitems__(range(ITEMS)), [make(i) for i in range(ITEMS)])
+        statistics = dataset.cache.statistics(reset=True)
+        hits = statistics.memory_hits + statistics.disk_hits
+        assert (statistics.misses, hits) == ((0, ITEMS) if done else (ITEMS, 0))
+
+
+@pytest.mark.parametrize("at", [0, 5, 12, 20, 60])
+def test_a_damaged_header_is_found_out_and_the_sample_read_again(tmp_path, at):
+    data = Data(KINDS["pair"])
+    dataset = BatchDataset(cached(data, tmp_path))
+    wanted = collate(dataset.__getitems__([3, 4, 5]))
+    where = dataset.cache.memory.locate(3)
+    flipped = os.pread(where.descriptor, 1, where.offset + at)[0] ^ 1
+    os.pwrite(where.descriptor, bytes([flipped]), where.offset + at)
+    data.calls = 0
+    same(collate(dataset.__getitems__([3, 4, 5])), wanted)
+    statistics = dataset.cache.statistics()
+    assert statistics.damaged == 1 and statistics.misses == 4 and data.calls == 2  # drawn twice
+
+
+def test_in_spawned_workers(tmp_path):
+    data = BatchDataset(CachedDataset(Augmented(), SampleCache(tmp_path, fingerprint="f", num_items=ITEMS, **MEMORY)))
+    loader = DataLoader(data, 8, collate_fn=collate, num_workers=1, multiprocessing_context="spawn")
+    for _ in range(2):
+        assert sum(len(batch) for batch in loader) == ITEMS
+    statistics = data.cache.statistics()
+    assert (statistics.misses, statistics.memory_hits) == (ITEMS, ITEMS)
 
 
 def test_changing_a_sample_does_not_change_the_cache(tmp_path):

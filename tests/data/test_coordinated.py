@@ -23,6 +23,7 @@ from tests.data.jobs import (
     Job,
     Samples,
     Shuffled,
+    coordinators,
     digest,
     expected,
     kept,
@@ -163,18 +164,6 @@ def test_a_coordinator_that_does_not_answer_is_given_up(start, tmp_path):
     finally:
         os.kill(coordinator, signal.SIGKILL)
     assert result.batches == expected() and len(result.warned) == 1 and result.alone > 0
-
-
-def coordinators() -> list[int]:
-    """Running coordinators."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if "lightning_topt.data.coordinator" in Path(f"/proc/{pid}/cmdline").read_text():
-                found.append(int(pid))
-        except OSError:
-            continue
-    return found
 
 
 def test_the_coordinator_is_a_light_process(tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import types
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 from lightning_topt.data.cached_dataset import CachedDataset
 from lightning_topt.data.determinism import deterministic
 from lightning_topt.data.fingerprint import UnnamableError, fingerprint
+from lightning_topt.data.fingerprint import _version as version
 from lightning_topt.data.sample_cache import SampleCache
 
 CODE = """
@@ -193,18 +195,32 @@ class Marked(Dataset):
         return self.load(index)
 
 
-def test_a_cache_that_is_in_use_changes_nothing(tmp_path):
-    data = Marked()
+class WithoutState(Marked):
+    def __init__(self):
+        pass
+
+
+@pytest.mark.parametrize("kind", [Marked, WithoutState])
+def test_a_cache_that_is_in_use_changes_nothing(tmp_path, kind):
+    data = kind()
     before = fingerprint(data)
     copy.deepcopy(data)  # Python notes things on the class
     dataset = CachedDataset(
         data, SampleCache(tmp_path, fingerprint=before, num_items=3, memory_bytes=4096, disk_bytes=0)
     )
     assert dataset[1] == 1
-    assert fingerprint(data) == before == fingerprint(Marked())
+    assert fingerprint(data) == before == fingerprint(kind())
 
 
 def test_folders_do_not_count(tmp_path):
     before = fingerprint(made(str(tmp_path)))
     (tmp_path / "new").write_text("x")
     assert fingerprint(made(str(tmp_path))) == before
+
+
+def test_another_version_of_a_library_is_another_name(monkeypatch):
+    before = fingerprint(made(torch.nn.Linear))
+    version.cache_clear()
+    monkeypatch.setattr(metadata, "version", lambda name: "0.0")
+    assert fingerprint(made(torch.nn.Linear)) != before
+    version.cache_clear()

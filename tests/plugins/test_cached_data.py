@@ -150,6 +150,35 @@ def test_every_sample_is_read_once(tmp_path):
     assert next(iter(again.statistics().values())).misses == 0
 
 
+def test_equal_data_sets_share_a_cache_and_its_counts(tmp_path):
+    module = cached(Module(lambda _: [DataLoader(Plain(), 4), DataLoader(Plain(), 4)]), tmp_path)
+    fit(module, epochs=1)
+    (statistics,) = module.statistics().values()
+    assert statistics.misses + statistics.memory_hits == 2 * ITEMS and statistics.misses == ITEMS
+
+
+class Noisy(Dataset):
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index] + torch.rand(32)
+
+
+def test_the_mark_of_a_wrapped_data_set_counts(tmp_path):
+    def make(_):
+        return DataLoader(Noisy(Subset(Numbers(augmented=True), range(20))), 4, shuffle=True)
+
+    module = cached(Module(make), tmp_path)
+    losses, _ = fit(module)
+    (statistics,) = module.statistics().values()
+    assert losses == fit(Module(make))[0]
+    assert (statistics.misses, statistics.memory_hits) == (20, 40)
+
+
 def test_splits_of_one_data_set_share_its_samples(tmp_path):
     data = Plain()
     parts = random_split(data, [12, 12], generator=torch.Generator().manual_seed(0))

@@ -205,7 +205,7 @@ class CoordinatedLoader:
     def _hello(self) -> Message:
         name = f"{os.getpid()}-{secrets.token_hex(8)}"
         limits = {"memory_bytes": self.memory_bytes, "timeout_seconds": self.timeout_seconds}
-        return {"job": name, **self._agreement, **limits}
+        return {"job": name, **self._agreement, "batches": self.preparation.epoch(0)[1], **limits}
 
     def _start_workers(self, hello: Message) -> Workers:
         return Workers(

@@ -6,7 +6,8 @@ of its connection. Everything waits in one `select`; there is nothing to poll.
 
 Messages (`type` and fields), jobs and workers on connections of their own:
 
-    both    hello(version, role, job, fingerprint, seed, memory_bytes, timeout_seconds) -> welcome(pid) or refused(reason)
+    both    hello(version, role, job, fingerprint, seed, batches, memory_bytes, timeout_seconds)
+            -> welcome(pid) or refused(reason); `batches` is the digest of epoch 0's
     job     start(epoch, batch, batches, digest)        needs the epoch's batches from there on; -> refused if it differs
     job     next() -> batch(epoch, batch, by) + file    later, when it is prepared; `by` is the job whose worker did it
     job     ping() -> pong()
@@ -38,6 +39,12 @@ from lightning_topt.data.coordinator_link import (
 
 MAX_HELD = 1024  # batches; to find the least needed of more would take too long
 SPARE_FILES = 256  # open files left for connections and batches that just came
+AGREED = {  # what all jobs say alike, for people
+    "version": "the version of lightning_topt",
+    "fingerprint": "the data set or how batches are made of it",
+    "seed": "the seed",
+    "batches": "the list of batches",
+}
 DIFFERENT = (
     "the jobs that meet in this directory prepare other batches: {what} differs. "
     "Give every data set, transform, batch size and seed a directory of its own"
@@ -147,7 +154,7 @@ class Coordinator:
         if role not in ("job", "worker") or (role == "job") == (job in self.jobs):
             raise ValueError("a job joins once, and before its workers")
         if self.ledger is None:
-            self.agreed = {name: message[name] for name in ("version", "fingerprint", "seed")}
+            self.agreed = {name: message[name] for name in AGREED}
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             max_held = max(1, min(MAX_HELD, most - SPARE_FILES))
             self.ledger = Ledger(timeout_seconds=float(message["timeout_seconds"]), max_held=max_held)
@@ -158,12 +165,8 @@ class Coordinator:
         peer.connection.send({"type": "welcome", "pid": os.getpid()})
 
     def _differing(self, message: Message) -> str:
-        names = {
-            "version": "the version of lightning_topt",
-            "fingerprint": "the data set or how batches are made of it",
-        }
         expected = self.agreed or {"version": VERSION}
-        return next((names.get(name, f"the {name}") for name in expected if message[name] != expected[name]), "")
+        return next((AGREED[name] for name in expected if message[name] != expected[name]), "")
 
     def _handle_job(self, peer: Peer, kind: str, message: Message) -> None:
         assert self.ledger is not None

@@ -1,0 +1,16 @@
+"""What every test leaves behind as it found it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def seeds_of_lightning_are_forgotten() -> Iterator[None]:
+    """`seed_everything` writes the environment, from which later tests' distributed samplers would take their order."""
+    yield
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)

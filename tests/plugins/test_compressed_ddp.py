@@ -180,7 +180,8 @@ class Overflow(SgdGPT):
         exchange = getattr(self.trainer.strategy, "exchange", None)
         norm = exchange.statistics(reset=False).residual_norm if exchange is not None else None
         scaler = self.trainer.precision_plugin.scaler
-        self.records.append((self.head.weight[0, 0].item(), norm, scaler.get_scale()))
+        weights = nn.utils.parameters_to_vector(self.parameters()).double().sum().item()
+        self.records.append((weights, norm, scaler.get_scale()))
 
 
 def overflows(rank: int, options: dict[str, Any] | None) -> dict[str, Any]:

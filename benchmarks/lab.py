@@ -129,18 +129,21 @@ class Lab:
         arguments = [sys.executable, "-c", FLOW, self.address(target), "9", str(bytes_per_second)]
         self._flows.append(subprocess.Popen(["ip", "netns", "exec", self.nodes[source], *arguments]))
 
-    def run(self, command: Sequence[str], *, ranks_per_node: int = 1, timeout: float = 900) -> str:
-        """Run ``python *command`` on every rank, `timeout` seconds at most; returns rank 0's output.
+    def run(
+        self, command: Sequence[str], *, ranks_per_node: int = 1, nodes: int | None = None, timeout: float = 900
+    ) -> str:
+        """Run ``python *command`` on every rank of the first `nodes` (None: all), `timeout` seconds at most; rank 0's output.
 
         Raises LabError with the output of a rank that failed; the others are killed.
         """
-        world_size = len(self.nodes) * ranks_per_node
+        nodes = len(self.nodes) if nodes is None else nodes
+        world_size = nodes * ranks_per_node
         with tempfile.TemporaryDirectory() as folder:
             logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
             processes: list[subprocess.Popen[bytes]] = []
             try:
                 for rank, log in enumerate(logs):
-                    processes.append(self._start(rank, command, log=log, ranks_per_node=ranks_per_node))
+                    processes.append(self._start(rank, command, log=log, nodes=nodes, ranks_per_node=ranks_per_node))
                 failed = _wait(processes, timeout)
             finally:
                 for process in processes:
@@ -151,26 +154,28 @@ class Lab:
                 raise LabError(f"rank {failed} failed, or did not end within {timeout:.0f} s:\n{output[-4000:]}")
             return logs[0].read_text(errors="replace")
 
-    def _start(self, rank: int, command: Sequence[str], *, log: Path, ranks_per_node: int) -> subprocess.Popen[bytes]:
+    def _start(
+        self, rank: int, command: Sequence[str], *, log: Path, nodes: int, ranks_per_node: int
+    ) -> subprocess.Popen[bytes]:
         with log.open("wb") as out:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.nodes[rank // ranks_per_node], sys.executable, *command],
-                env=self._environment(rank, ranks_per_node),
+                env=self._environment(rank, nodes, ranks_per_node),
                 cwd=ROOT,
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
 
-    def _environment(self, rank: int, ranks_per_node: int) -> dict[str, str]:
+    def _environment(self, rank: int, nodes: int, ranks_per_node: int) -> dict[str, str]:
         node, local_rank = divmod(rank, ranks_per_node)
         return {
             **os.environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(len(self.nodes) * ranks_per_node),
+            "WORLD_SIZE": str(nodes * ranks_per_node),
             "LOCAL_WORLD_SIZE": str(ranks_per_node),
             "GROUP_RANK": str(node),
-            "GROUP_WORLD_SIZE": str(len(self.nodes)),
+            "GROUP_WORLD_SIZE": str(nodes),
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": PORT,
             "TORCHELASTIC_RUN_ID": "lab",

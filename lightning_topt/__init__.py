@@ -15,6 +15,7 @@ from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
 from lightning_topt.plugins.local_steps import LocalStepsStrategy
 from lightning_topt.plugins.register import register_strategies
 from lightning_topt.plugins.stall_monitor import StallMonitor
+from lightning_topt.plugins.tuned_data import TunedDataModule
 
 __all__ = [
     "AutoParallelStrategy",
@@ -24,6 +25,7 @@ __all__ = [
     "LocalStepsStrategy",
     "ParallelPlan",
     "StallMonitor",
+    "TunedDataModule",
     "register_strategies",
 ]
 __version__ = "0.1.0"

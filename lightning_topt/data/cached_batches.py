@@ -22,6 +22,8 @@ from lightning_topt.data.sample_cache import SampleCache
 from lightning_topt.data.sample_codec import TORCH_DTYPES, Layout, Spec, layout, layout_of, named_type
 
 _NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool, "complex": torch.complex128}
+_SMALL = 256  # bytes: gathered for all rows at once
+_LOOK_AT = 16  # items of a batch, for one in memory whose layout is known
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -52,7 +54,11 @@ class BatchDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """A `ReadyBatch`, or a list of samples."""
         batch = None if self.dataset.is_marked or not indices else read_batch(self.dataset, indices)
-        return self.dataset.__getitems__(indices) if batch is None else batch
+        if batch is None:
+            return self.dataset.__getitems__(indices)
+        if get_worker_info() is not None:  # as in `CachedDataset`
+            self.dataset.cache.flush()
+        return batch
 
 
 def collate(samples: Any) -> Any:
@@ -63,17 +69,19 @@ def collate(samples: Any) -> Any:
 def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | list[Any] | None:
     """The batch of `indices`, or its samples where they have not all the same layout; None: nothing was read.
 
-    That is where the first entry is not in memory, or torch would not stack it. Entries that are not in this node's memory come
-    as by `CachedDataset`.
+    That is where none of the first entries is in memory, or torch would not stack it. Entries that are not in this node's
+    memory come as by `CachedDataset`.
     """
     cache, items = dataset.cache, [dataset.item(index) for index in indices]
-    known = _layout_in_memory(cache, items[0])
+    # Of a partitioned cache the first item may well be another node's.
+    known = next(filter(None, (_layout_in_memory(cache, item) for item in items[:_LOOK_AT])), None)
     rows = None if known is None else BatchRows.of(known, len(items))
     if rows is None:
         return None
-    missing = [i for i, item in enumerate(items) if not cache.read_into(item, rows.buffers(i))]
+    unmapped = np.flatnonzero(~rows.fill_from(cache, items)).tolist()
+    missing = [i for i in unmapped if not cache.read_into(items[i], rows.buffers(i))]
     rest = dict(zip(missing, dataset.entries([items[i] for i in missing]), strict=True))
-    if all(rows.fill(i, rest[i]) if i in rest else rows.is_filled(i) for i in range(len(items))):
+    if all(rows.fill(i, rest[i]) if i in rest else rows.is_filled(i) for i in unmapped):
         return ReadyBatch(rows.batch())
     # Every entry was read and counted once: samples of different sizes cost no second reading.
     return [dataset.sample(item, rest[i] if i in rest else rows.entry(i)) for i, item in enumerate(items)]
@@ -119,6 +127,32 @@ class BatchRows:
             if padding.size:
                 pieces.append(padding[row])
         return pieces
+
+    def fill_from(self, cache: SampleCache, items: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Copy all entries that the mapped memory of `cache` has; whether it had them, (size,)."""
+        if cache.mapped is None:
+            return np.zeros(self.size, np.bool_)
+        mapped, header = cache.mapped, self._expected.tobytes()
+        offsets, fresh = mapped.find(items, header=header, nbytes=self.known.nbytes)
+        leaves = list(zip(self.known.leaves, self._bytes, strict=True))
+        large = [(leaf.start, leaf.nbytes, rows.ctypes.data) for leaf, rows in leaves if leaf.nbytes > _SMALL]
+        for row in np.flatnonzero(offsets).tolist():
+            if fresh[row] and not mapped.verify(items[row], header=header):
+                offsets[row] = 0
+                continue
+            offset = int(offsets[row])
+            for start, nbytes, target in large:
+                mapped.copy(offset + start, nbytes, target + row * nbytes)
+        found: npt.NDArray[np.bool_] = offsets > 0
+        for leaf, rows in leaves:
+            if 0 < leaf.nbytes <= _SMALL:
+                rows[found] = mapped.gather(offsets[found] + leaf.start, leaf.nbytes)
+        if not found.all():  # what `entry` needs, if it comes to that
+            self._head[found] = self._expected
+            for padding in self._padding:
+                padding[found] = 0
+        cache.count_memory_hits(int(found.sum()))
+        return found
 
     def entry(self, row: int) -> Bytes:
         """What was read into a row, in one piece."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from lightning_topt.data.determinism import (
     NotDeterministicError,
@@ -17,7 +17,7 @@ from lightning_topt.data.determinism import (
 from lightning_topt.data.sample_cache import SampleCache
 from lightning_topt.data.sample_codec import Parts, UnsupportedSample, decode, encode
 
-FIRST_CHECKS, CHECK_EVERY = 16, 128  # misses that are drawn twice: the first ones of a process, then one in so many
+FIRST_CHECKS, CHECK_EVERY = 16, 512  # misses that are drawn twice: the first ones of a process, then one in so many
 
 
 class CachedDataset(Dataset[Any]):
@@ -55,10 +55,14 @@ class CachedDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Several samples; those of other nodes come in one exchange."""
         if self.is_marked:
-            return [self.dataset[index] for index in indices]
-        items = [self.item(index) for index in indices]
-        entries = self.cache.get_many(items)
-        return [self._sample(i, entry, self.dataset.__getitem__) for i, entry in zip(items, entries, strict=True)]
+            samples = [self.dataset[index] for index in indices]
+        else:
+            items = [self.item(index) for index in indices]
+            entries = self.cache.get_many(items)
+            samples = [self._sample(i, e, self.dataset.__getitem__) for i, e in zip(items, entries, strict=True)]
+        if get_worker_info() is not None:  # nobody tells a worker which batch is the epoch's last one
+            self.cache.flush()
+        return samples
 
     def item(self, index: int) -> int:
         """The item number of an index; negative ones count from the end. Raises IndexError."""

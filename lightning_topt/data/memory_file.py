@@ -43,7 +43,7 @@ def open_shared(registry: Path) -> int:
             os.close(found)
     if descriptor < 0:
         name = PREFIX + secrets.token_hex(8)
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     own = f"{os.getpid()} {descriptor} {_name(f'/proc/self/fd/{descriptor}')}"
     temporary = registry.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text("\n".join([*holders, own]) + "\n")

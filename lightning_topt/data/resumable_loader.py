@@ -20,6 +20,7 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_topt.data.determinism import other_randomness
+from lightning_topt.data.lookahead import Lookahead, can_look_ahead
 
 _POSITION = "_topt_position"
 
@@ -29,15 +30,22 @@ class ResumableLoader(DataLoader[Any]):
 
     The state counts the batches that were handed out, not those that workers have prepared ahead. It can be loaded with
     ``weights_only``. `is_epoch_over` says, when the state is taken, that no more batches are wanted of this epoch although
-    there are some; None: every epoch goes to the end.
+    there are some; None: every epoch goes to the end. `lookahead` is told of batches before they are read, where that changes
+    nothing: without workers, which read ahead by themselves, and for torch's own samplers.
 
     A sampler's order can be drawn again if it depends on the random states (Python, NumPy, torch, its or the loader's
     `generator`) when it begins, on its ``epoch`` or on its ``state_dict``. Where that was not enough there is a warning.
     """
 
-    def __init__(self, *args: Any, is_epoch_over: Callable[[], bool] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        is_epoch_over: Callable[[], bool] | None = None,
+        lookahead: Lookahead | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.is_epoch_over = is_epoch_over
+        self.is_epoch_over, self.lookahead = is_epoch_over, lookahead
 
     @property
     def _index_sampler(self) -> Any:
@@ -51,7 +59,8 @@ class ResumableLoader(DataLoader[Any]):
         return vars(self)[_POSITION]  # type: ignore[no-any-return]
 
     def __iter__(self) -> Any:
-        epoch = self._position.begin()
+        looks = self.num_workers == 0 and all(map(can_look_ahead, self._position.parts))
+        epoch = self._position.begin(self.lookahead if looks else None)
         return _Batches(super().__iter__(), epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,7 +74,12 @@ class ResumableLoader(DataLoader[Any]):
         self._position.load_state_dict(state)
 
 
-def make_resumable(loader: DataLoader[Any], *, is_epoch_over: Callable[[], bool] | None = None) -> bool:
+def make_resumable(
+    loader: DataLoader[Any],
+    *,
+    is_epoch_over: Callable[[], bool] | None = None,
+    lookahead: Lookahead | None = None,
+) -> bool:
     """Turn a plain DataLoader into a ResumableLoader where it is; whether it could be.
 
     Not subclasses, which may be resumable themselves, nor iterable data sets, nor loaders that give batches out of order.
@@ -73,7 +87,7 @@ def make_resumable(loader: DataLoader[Any], *, is_epoch_over: Callable[[], bool]
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or not loader.in_order:
         return False
     loader.__class__ = ResumableLoader
-    loader.is_epoch_over = is_epoch_over
+    loader.is_epoch_over, loader.lookahead = is_epoch_over, lookahead
     return True
 
 
@@ -95,9 +109,9 @@ class _Position:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.sampler) if self.epoch is None else self.epoch.indices()
 
-    def begin(self) -> _Epoch:
+    def begin(self, lookahead: Lookahead | None) -> _Epoch:
         """A new epoch, or the rest of the one that was loaded."""
-        self.epoch, self.to_resume = _Epoch(self, self.to_resume), None
+        self.epoch, self.to_resume = _Epoch(self, self.to_resume, lookahead), None
         return self.epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,8 +149,8 @@ class _Position:
 class _Epoch:
     """One pass over the sampler: what it was drawn from, and how much of it was handed out."""
 
-    def __init__(self, position: _Position, resumed: dict[str, Any] | None) -> None:
-        self.position, self.resumed = position, resumed
+    def __init__(self, position: _Position, resumed: dict[str, Any] | None, lookahead: Lookahead | None) -> None:
+        self.position, self.resumed, self.lookahead = position, resumed, lookahead
         self.origin: dict[str, Any] = {} if resumed is None else resumed
         self.batches = 0 if resumed is None else int(resumed["batches"])
         self.check = 0 if resumed is None else int(resumed["check"])  # of the order up to here
@@ -150,7 +164,7 @@ class _Epoch:
             iterator, check = iter(self.position.sampler), 0
         else:
             iterator, check = self._skipped(), self.check
-        for chosen in iterator:
+        for chosen in iterator if self.lookahead is None else self.lookahead.over(iterator):
             check = _check(chosen, check)
             self._drawn.append(check)
             yield chosen
@@ -178,6 +192,8 @@ class _Epoch:
         """One more batch."""
         self.batches += 1
         self.check = self._drawn.popleft()
+        if self.lookahead is not None and self.batches >= _length(self.position.sampler):
+            self.lookahead.finish()
 
     def state_dict(self) -> dict[str, Any]:
         if self.is_over or not self.batches or self.batches >= _length(self.position.sampler):

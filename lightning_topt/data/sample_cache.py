@@ -7,18 +7,22 @@ items that found no room, whatever its order.
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
+from lightning_topt.data.mapped_entries import MappedEntries
 from lightning_topt.data.memory_file import available_bytes, open_shared
 from lightning_topt.data.sample_codec import Parts, header_of
-from lightning_topt.data.segment_store import SegmentStore
+from lightning_topt.data.segment_store import SegmentStore, checksum
 from lightning_topt.data.store_file import StoreFile, locked
 
 COUNTERS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged", "stored")
@@ -42,6 +46,9 @@ class Peers(Protocol):
 
     def push(self, item: int, parts: Parts) -> None:
         """Give an entry to its owner, in the background."""
+
+    def flush(self) -> None:
+        """Wait for what was pushed, for a limited time."""
 
     def close(self) -> None:
         """Finish what was pushed."""
@@ -100,6 +107,7 @@ class SampleCache:
         self._open_tiers()
 
     def _open_tiers(self) -> None:
+        self._counters: npt.NDArray[np.int64] = self._counts.numpy()  # the same memory
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._refusal.exists():
             raise RefusedCacheError(
@@ -107,6 +115,7 @@ class SampleCache:
                 f"data set's code or state, remove {self.folder})"
             )
         self.memory = self._open_memory() if self.memory_bytes else None
+        self.mapped = None if self.memory is None else _mapped(self.memory)
         self.disk = self._open_disk() if self.disk_bytes else None
         self.tiers = [tier for tier in (self.memory, self.disk) if tier is not None]
         descriptors = [tier.file.descriptor for tier in self.tiers]
@@ -131,7 +140,7 @@ class SampleCache:
         return SegmentStore(file, capacity_bytes=self.disk_bytes, name=f"disk cache {path}")
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("memory", "disk", "tiers", "_finalizer")
+        left_out = ("memory", "mapped", "disk", "tiers", "_finalizer", "_counters")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -198,10 +207,15 @@ class SampleCache:
         if self.peers is not None and not self.peers.is_own(item):
             self.peers.push(item, parts)
             return
-        stored = False
+        stored, digest = False, checksum(parts, item=item)
         for tier in self.tiers:
-            stored |= tier.write(item, parts)
+            stored |= tier.write(item, parts, digest=digest)
         self._count(STORED, stored)
+
+    def flush(self) -> None:
+        """Wait until other nodes have what was put here, as far as they take it in time."""
+        if self.peers is not None:
+            self.peers.flush()
 
     def refuse(self, reason: str) -> None:
         """Drop everything of this fingerprint, for good: `reason` says why. Later caches of it raise RefusedCacheError."""
@@ -214,7 +228,11 @@ class SampleCache:
     def _count(self, what: int, number: int | bool = 1) -> None:
         if number:
             worker = get_worker_info()
-            self._counts[0 if worker is None else 1 + worker.id % (_ROWS - 1), what] += int(number)
+            self._counters[0 if worker is None else 1 + worker.id % (_ROWS - 1), what] += int(number)
+
+    def count_memory_hits(self, number: int) -> None:
+        """Of entries that were read through `mapped`."""
+        self._count(MEMORY_HITS, number)
 
     def statistics(self, *, reset: bool = False) -> CacheStatistics:
         """Counts since the last reset."""
@@ -233,8 +251,18 @@ class SampleCache:
         """Let go of the tiers: shared memory is freed with its last process, the disk's part stays. Twice is once."""
         if self.peers is not None:
             self.peers.close()
-        self.tiers, self.memory, self.disk = [], None, None
+        if self.mapped is not None:
+            self.mapped.close()
+        self.tiers, self.memory, self.mapped, self.disk = [], None, None, None
         self._finalizer()
+
+
+def _mapped(memory: SegmentStore) -> MappedEntries | None:
+    try:
+        return MappedEntries(memory)
+    except OSError as error:
+        warnings.warn(f"the memory cache cannot be mapped, which makes reading it slower: {error}", stacklevel=4)
+        return None
 
 
 def _close_all(descriptors: list[int]) -> None:

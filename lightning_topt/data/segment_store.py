@@ -85,14 +85,20 @@ class SegmentStore:
         except OSError as error:
             self._warn(f"reading from the {self.name} failed: {error}")
             return False
-        if done == where.nbytes and (
-            (self._verified is not None and self._verified[item]) or checksum(buffers, item=item) == where.checksum
-        ):
-            if self._verified is not None:
-                self._verified[item] = True
+        if done == where.nbytes and (self.is_verified(item) or checksum(buffers, item=item) == where.checksum):
+            self.set_verified(item)
             return True
         self.discard(item)
         return False
+
+    def is_verified(self, item: int) -> bool:
+        """Whether this process need not check the entry again."""
+        return self._verified is not None and bool(self._verified[item])
+
+    def set_verified(self, item: int) -> None:
+        """The entry is whole, as this process has just seen."""
+        if self._verified is not None:
+            self._verified[item] = True
 
     def head(self, item: int, nbytes: int) -> bytes | None:
         """The first `nbytes` of an entry, or all of it; not verified. None where it is absent."""
@@ -141,8 +147,11 @@ class SegmentStore:
         # 32 bytes that no page boundary cuts: a killed writer has written all of them or none.
         os.pwrite(self.file.descriptor, raw + check, PAGE + RECORD.size * item)
 
-    def write(self, item: int, parts: Sequence[Any]) -> bool:
-        """Store an entry, given as buffers; whether it is there now. False: no room, or the file system failed."""
+    def write(self, item: int, parts: Sequence[Any], *, digest: int | None = None) -> bool:
+        """Store an entry, given as buffers; whether it is there now. False: no room, or the file system failed.
+
+        `digest` is the parts' checksum where that is known.
+        """
         nbytes = sum(len(part) for part in parts)
         try:
             offset = self._claim(item, nbytes)
@@ -156,7 +165,7 @@ class SegmentStore:
                     self._stop("the file system took only a part of an entry")
                     return False
                 done += wanted
-            self._write_record(item, STORED, offset, nbytes, checksum(parts, item=item))
+            self._write_record(item, STORED, offset, nbytes, checksum(parts, item=item) if digest is None else digest)
         except LockTimeout as error:
             self._warn(f"a sample was not stored in the {self.name}: {error}")
             return False

@@ -14,8 +14,10 @@ from lightning_topt.data.cached_batches import BatchDataset, collate
 from lightning_topt.data.cached_dataset import CachedDataset
 from lightning_topt.data.determinism import marked_method
 from lightning_topt.data.fingerprint import fingerprint
+from lightning_topt.data.lookahead import Lookahead
 from lightning_topt.data.resumable_loader import make_resumable
 from lightning_topt.data.sample_cache import CacheStatistics, SampleCache
+from lightning_topt.plugins.cache_partition import CachePartition, PartitionedCache, open_partitioned
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 TRAIN = "train"
@@ -36,6 +38,8 @@ class CachedDataModule(WrappedDataModule):
         memory_bytes: of shared memory per data set and node; it is freed with the last process that uses it.
         disk_bytes: of disk per data set and node.
         data_version: names the state of the data. None: sizes and times of the files that the data set's state names do.
+        partition: each node of the run stores a part of the samples, and the others ask it before the source, so that room
+            for one copy on all nodes together is enough. True: `CachePartition`'s defaults. Does nothing on one node.
 
     Raises ValueError for data sets that cannot be cached (iterable ones) or have no fingerprint, and for no room at all;
     `NotDeterministicError` while training when a sample drawn twice differs.
@@ -49,6 +53,7 @@ class CachedDataModule(WrappedDataModule):
         memory_bytes: int = 0,
         disk_bytes: int = 0,
         data_version: str | None = None,
+        partition: CachePartition | bool = False,
     ) -> None:
         super().__init__(datamodule)
         if min(memory_bytes, disk_bytes) < 0 or memory_bytes + disk_bytes == 0:
@@ -59,6 +64,8 @@ class CachedDataModule(WrappedDataModule):
             int, tuple[Any, CachedDataset]
         ] = {}  # by id; the data set is kept, so that it keeps its id
         self._caches: dict[str, SampleCache] = {}  # by fingerprint: equal data sets share one
+        self.partition = CachePartition() if partition is True else partition or None
+        self._joined: list[PartitionedCache] = []
 
     @override
     def train_dataloader(self) -> Any:
@@ -82,6 +89,9 @@ class CachedDataModule(WrappedDataModule):
 
     def close(self) -> None:
         """Let go of the memory and files. The disk's part stays for the next run."""
+        for joined in self._joined:
+            joined.close()
+        self._joined.clear()
         for cache in self._caches.values():
             cache.close()
         self._caches.clear()
@@ -100,9 +110,14 @@ class CachedDataModule(WrappedDataModule):
         replace_dataset(loader, self._cached_dataset(loader.dataset, ready_batches=stacks))
         if stacks:
             replace_argument(loader, "collate_fn", collate)
-        if path.startswith(TRAIN) and make_resumable(loader):
-            replace_argument(loader, "is_epoch_over", self._is_epoch_over)
+        if path.startswith(TRAIN):
+            make_resumable(loader, is_epoch_over=self._is_epoch_over, lookahead=self._lookahead(loader.dataset))
         return loader
+
+    def _lookahead(self, dataset: Any) -> Lookahead | None:
+        if not self._joined or self.partition is None:
+            return None
+        return Lookahead(dataset, batches=self.partition.prefetch_batches)
 
     def _is_epoch_over(self) -> bool:
         """Whether the Trainer has had the last batch that it wants of this epoch."""
@@ -133,13 +148,28 @@ class CachedDataModule(WrappedDataModule):
         return BatchDataset(cached) if ready_batches else cached
 
     def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
-        return SampleCache(
-            self.directory,
-            fingerprint=name,
-            num_items=num_items,
-            memory_bytes=self.memory_bytes,
-            disk_bytes=self.disk_bytes,
-        )
+        def make() -> SampleCache:
+            return SampleCache(
+                self.directory,
+                fingerprint=name,
+                num_items=num_items,
+                memory_bytes=self.memory_bytes,
+                disk_bytes=self.disk_bytes,
+            )
+
+        if self.partition is None:
+            return make()
+        if self.trainer is None:
+            raise ValueError(
+                "a partitioned cache learns from the Trainer which nodes there are: pass this DataModule to fit, or leave "
+                "the partition out to read its loaders alone"
+            )
+        if self.trainer.num_nodes == 1:
+            return make()
+        number = len(self._caches)
+        joined = open_partitioned(make, self.partition, trainer=self.trainer, fingerprint=name, number=number)
+        self._joined.append(joined)
+        return joined.cache
 
 
 def holds_mark(dataset: Any) -> bool:

@@ -1,0 +1,123 @@
+"""Who owns what: balanced, the same everywhere, as a twin in Python's own integers computes it; and two caches that share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_topt.data.partition import _mixed, owners
+from lightning_topt.data.peer_server import PeerServer
+from lightning_topt.data.sample_cache import SampleCache
+from lightning_topt.data.sample_codec import decode, encode, size_of
+from tests.data.test_peers import HERE, ITEMS, SECRET, client, owned
+
+SIZES = [(0, 3), (1, 4), (7, 1), (10, 64), (999, 2), (1000, 7), (4096, 64)]
+
+
+def slow_mixed(number):
+    state = number * 0x9E3779B97F4A7C15 % 2**64
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+    return state ^ (state >> 31)
+
+
+def slow_owners(num_items, num_nodes, seed):
+    start = slow_mixed(seed % 2**64 ^ 0xD1B54A32D192ED03)
+    keys = {item: slow_mixed((start + item) % 2**64) for item in range(num_items)}
+    result = [0] * num_items
+    for place, item in enumerate(sorted(keys, key=lambda item: (keys[item], item))):
+        result[item] = place % num_nodes
+    return result
+
+
+@pytest.mark.parametrize(("num_items", "num_nodes"), SIZES)
+def test_no_node_has_more_than_one_item_more_than_another(num_items, num_nodes):
+    counts = np.bincount(owners(num_items, num_nodes=num_nodes, seed=5), minlength=num_nodes)
+    assert len(counts) == num_nodes and counts.sum() == num_items and counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 + 3])
+@pytest.mark.parametrize(("num_items", "num_nodes"), SIZES)
+def test_the_slow_twin_says_the_same(num_items, num_nodes, seed):
+    assert owners(num_items, num_nodes=num_nodes, seed=seed).tolist() == slow_owners(num_items, num_nodes, seed)
+
+
+def test_the_hash_is_splitmix64():
+    """The generator's first numbers from state 0, with the published constants."""
+    first = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert _mixed(np.arange(1, 4, dtype=np.uint64)).tolist() == first == [slow_mixed(n) for n in (1, 2, 3)]
+
+
+def test_numbers_that_never_change():
+    """Nodes with other versions of anything must agree: these were computed once."""
+    assert owners(20, num_nodes=3, seed=0).tolist() == [1, 2, 0, 0, 0, 0, 1, 2, 0, 0, 1, 2, 2, 1, 1, 1, 2, 1, 0, 2]
+    assert owners(20, num_nodes=4, seed=12345).tolist() == [0, 1, 1, 0, 1, 2, 3, 0, 2, 2, 0, 0, 3, 2, 2, 1, 3, 1, 3, 3]
+    assert owners(20, num_nodes=3, seed=0).dtype == np.int32
+
+
+def test_every_stretch_of_the_source_is_shared_by_all_nodes():
+    parts = owners(8000, num_nodes=4, seed=2).reshape(8, 1000)
+    counts = np.stack([np.bincount(part, minlength=4) for part in parts])
+    assert counts.min() > 190 and counts.max() < 310  # 250, standard deviation below 14
+
+
+@pytest.mark.parametrize("shift", range(3))
+def test_neighbouring_seeds_have_nothing_in_common(shift):
+    first, second = (owners(8000, num_nodes=4, seed=seed) for seed in (3, 4))
+    assert abs(np.mean(first[shift:] == second[: 8000 - shift]) - 0.25) < 0.03
+
+
+@pytest.mark.parametrize(("num_items", "num_nodes"), [(5, 0), (5, -1), (-1, 2)])
+def test_partitions_that_cannot_be(num_items, num_nodes):
+    with pytest.raises(ValueError, match="at least one node"):
+        owners(num_items, num_nodes=num_nodes, seed=0)
+
+
+def sample(item):
+    return torch.full((25 + item,), float(item)), item
+
+
+def epoch(cache):
+    """Batches of all items through a cache, as a loader would; how many came from the source."""
+    read = 0
+    for batch in torch.randperm(ITEMS).split(7):
+        items = batch.tolist()
+        for item, entry in zip(items, cache.get_many(items), strict=True):
+            if entry is None:
+                read += 1
+                cache.put(item, encode(sample(item)))
+            else:
+                tensor, label = decode(entry)
+                assert label == item and torch.equal(tensor, sample(item)[0])
+    return read
+
+
+@pytest.mark.parametrize("tiers", [(1 << 20, 0), (0, 1 << 20), (1 << 20, 1 << 20)])
+def test_two_caches_hold_each_item_once_and_read_the_source_once(tmp_path, tiers):
+    memory, disk = tiers
+    caches = [
+        SampleCache(tmp_path / str(i), fingerprint="f", num_items=ITEMS, memory_bytes=memory, disk_bytes=disk)
+        for i in range(2)
+    ]
+    servers = [PeerServer(cache.tiers, host=HERE, secret=SECRET, fingerprint="f") for cache in caches]
+    for i, cache in enumerate(caches):
+        cache.peers = client([server.address for server in servers], node=i)
+    own = [len(owned(i, num_nodes=2)) for i in range(2)]
+    assert epoch(caches[0]) == ITEMS
+    caches[0].peers.close()  # what is on its way arrives
+    for i in (1, 0, 1):
+        caches[i].statistics(reset=True)
+        assert epoch(caches[i]) == 0
+        counts = caches[i].statistics()
+        assert (counts.misses, counts.damaged, counts.peer_hits) == (0, 0, ITEMS - own[i])
+        assert counts.memory_hits + counts.disk_hits == own[i] and (counts.disk_hits == 0) == (memory > 0)
+    for i, cache in enumerate(caches):
+        sizes = [size_of(encode(sample(item))) for item in owned(i, num_nodes=2)]
+        counts = cache.statistics()
+        assert (counts.memory_items, counts.memory_bytes) == ((own[i], sum(sizes)) if memory else (0, 0))
+        assert (counts.disk_items, counts.disk_bytes) == ((own[i], sum(sizes)) if disk else (0, 0))
+        cache.close()
+    for server in servers:
+        server.close()
+        assert not server.is_alive

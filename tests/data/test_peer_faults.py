@@ -1,0 +1,245 @@
+"""Nodes that die, hang, lie or do not belong here: nobody waits for them twice, nobody gets a wrong sample."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+from lightning_topt.data import peer_link
+from lightning_topt.data.peer_channel import PeerError, PeerLost, connect
+from lightning_topt.data.peer_protocol import ENTRY, GET, MAGIC, OFFER, REQUEST, introduce, run_key
+from tests.data.test_peers import HERE, ITEMS, SECRET, client, fill, nodes, owned, payload, plain
+
+KEY = run_key(SECRET, fingerprint="f", num_items=ITEMS)
+THEIRS = owned(1, num_nodes=2)
+__all__ = ["nodes"]  # the fixture
+
+
+def soon():
+    return time.monotonic() + 10
+
+
+def until(condition):
+    end = soon()
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def pair(nodes):
+    made = nodes(2, proof_seconds=1, strangers=4, connections=8)
+    for item in THEIRS:
+        made[1].memory.write(item, [payload(item)])
+    return made
+
+
+def is_well(peers):
+    """Whether node 1 gives everything."""
+    return plain(peers.fetch(THEIRS)) == [payload(item) for item in THEIRS]
+
+
+@contextlib.contextmanager
+def listening(serve):
+    """A false node: `serve(connection)` for the first one that comes; its address."""
+    with socket.create_server((HERE, 0)) as listener:
+
+        def accept():
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                serve(connection)
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield listener.getsockname()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+
+
+def friend(address):
+    channel = connect(address, deadline=soon())
+    introduce(channel, KEY, deadline=soon())
+    return channel
+
+
+def hung_up(channel):
+    with pytest.raises(PeerLost):
+        channel.receive(1 << 16, deadline=soon())
+    channel.close()
+
+
+@pytest.mark.parametrize("wrong", [{"secret": bytes(32)}, {"fingerprint": "g"}, {"num_items": ITEMS + 1}])
+def test_a_client_with_another_secret_or_other_data_gets_nothing(pair, wrong):
+    peers = client(pair, **wrong)
+    others = [item for item in range(ITEMS) if not peers.is_own(item)]
+    with pytest.warns(UserWarning, match="another secret or other data"):
+        assert peers.fetch(others) == [None] * len(others)
+    peers.push(others[0], [b"wrong"])
+    peers.close()
+    assert peers.counts.fetched == peers.counts.pushes.stored == 0
+
+
+def test_a_server_that_does_not_know_the_secret_is_not_asked(pair):
+    heard = []
+
+    def reflect(connection):
+        connection.sendall(MAGIC + os.urandom(32))
+        words = connection.recv(64, socket.MSG_WAITALL)
+        connection.sendall(words[32:])  # the client's own proof
+        heard.append(connection.recv(1 << 16))
+
+    with listening(reflect) as address, pytest.warns(UserWarning, match="does not know the run's secret"):
+        assert client([pair[0], address]).fetch(THEIRS[:3]) == [None] * 3
+        until(lambda: heard)
+    assert heard == [b""]
+
+
+@pytest.mark.parametrize("words", [b"SSH-2.0-OpenSSH_9.6" + bytes(40), b"", MAGIC[:5]])
+def test_something_else_that_listens_there(pair, words):
+    with listening(lambda connection: connection.sendall(words)) as address, pytest.warns(UserWarning, match="node 1"):
+        assert client([pair[0], address]).fetch(THEIRS[:2]) == [None] * 2
+
+
+def test_short_secrets_are_none():
+    with pytest.raises(ValueError, match="token_bytes"):
+        run_key(b"secret", fingerprint="f", num_items=1)
+
+
+def test_a_killed_owner_is_left_alone_and_asked_again_when_it_is_back(pair, monkeypatch):
+    peers, port = client(pair, retry_seconds=3600), pair[1].server.address[1]
+    assert plain(peers.fetch(THEIRS[:2])) == [payload(item) for item in THEIRS[:2]]
+    os.kill(pair[1].server.process.pid, signal.SIGKILL)
+    pair[1].server.process.wait(10)
+    with pytest.warns(UserWarning, match="node 1"):
+        assert peers.fetch(THEIRS) == [None] * len(THEIRS)
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(peer_link, "connect", lambda *_, **__: pytest.fail("it was asked again"))
+        assert peers.fetch(THEIRS) == [None] * len(THEIRS)
+        peers.push(THEIRS[0], [payload(THEIRS[0])])
+    assert peers.counts.pushes.dropped == 1 and peers.counts.unanswered == 2 * len(THEIRS)
+    pair[1].serve(port=port)
+    link = peers._link(1)
+    link._retry_at, link.retry_seconds = time.monotonic(), 0.05
+    until(lambda: is_well(peers))
+    assert not link.is_down
+
+
+def test_a_restarted_owner_costs_nothing(pair):
+    peers, port = client(pair), pair[1].server.address[1]
+    for _ in range(3):
+        assert is_well(peers)
+        pair[1].server.close()
+        pair[1].serve(port=port)
+    assert peers.counts.unanswered == 0
+
+
+def test_a_stopped_owner_takes_no_other_with_it_and_is_not_waited_for_again(nodes, monkeypatch):
+    """The other one's answer is larger than the connection's buffers, and it waits while the first does not answer."""
+    trio = nodes(3, memory=1 << 26)
+    first, other = owned(1, num_nodes=3), owned(2, num_nodes=3)[:3]
+    large = np.random.default_rng(0).bytes(4 << 20)
+    assert all(trio[2].memory.write(item, [large]) for item in other)
+    fill(trio[1], first)
+    peers = client(trio, timeout_seconds=0.5, retry_seconds=3600)
+    assert plain(peers.fetch(first)) == [payload(item) if item % 3 < 2 else None for item in first]
+    os.kill(trio[1].server.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.warns(UserWarning, match=r"node 1 .* no answer in time"):
+            entries = peers.fetch([*first, *other])
+        assert plain(entries) == [None] * len(first) + [large] * 3
+        monkeypatch.setattr(peer_link, "connect", lambda *_, **__: pytest.fail("it was asked again"))
+        assert peers.fetch(first) == [None] * len(first) and peers._link(1).is_down
+    finally:
+        os.kill(trio[1].server.process.pid, signal.SIGCONT)
+
+
+def test_an_owner_that_hangs_when_it_is_called_takes_no_other_with_it(nodes):
+    trio = nodes(3)
+    for item in owned(2, num_nodes=3):
+        trio[2].memory.write(item, [payload(item)])
+    silent = socket.create_server((HERE, 0))  # the kernel accepts, nobody speaks
+    with silent, pytest.warns(UserWarning, match="no answer in time"):
+        peers = client([trio[0], silent.getsockname(), trio[2]], timeout_seconds=0.5)
+        entries = peers.fetch(owned(1, num_nodes=3)[:1] + owned(2, num_nodes=3))
+    assert plain(entries) == [None] + [payload(item) for item in owned(2, num_nodes=3)]
+
+
+def test_what_cannot_be_given_away_is_dropped(pair):
+    silent = socket.create_server((HERE, 0))
+    peers = client([pair[0], silent.getsockname()], timeout_seconds=0.5, queue_bytes=10_000)
+    with silent, pytest.warns(UserWarning) as caught:
+        for item in THEIRS:
+            peers.push(item, [bytes(1000)])
+        peers.close(timeout_seconds=10)
+    words = " ".join(str(warning.message) for warning in caught)
+    assert "faster than they can be given" in words and "no answer in time" in words
+    assert peers.counts.pushes.dropped == len(THEIRS) and peers.counts.pushes.stored == 0
+
+
+def test_damage_in_the_owners_store_is_never_given_and_repaired_by_the_next_reader(pair):
+    peers, rng, store = client(pair), np.random.default_rng(1), pair[1].memory
+    hurt = THEIRS[::2]
+    for item in hurt:
+        where = store.locate(item)
+        position = where.offset + int(rng.integers(where.nbytes))
+        byte = os.pread(where.descriptor, 1, position)[0]
+        os.pwrite(where.descriptor, bytes([byte ^ 1 << int(rng.integers(8))]), position)
+    expected = [None if item in hurt else payload(item) for item in THEIRS]
+    assert plain(peers.fetch(THEIRS)) == expected and peers.counts.damaged == len(hurt)
+    for item in hurt:
+        peers.push(item, [payload(item)])
+    peers.close()
+    assert peers.counts.pushes.stored == len(hurt)
+    assert plain(peers.fetch(THEIRS)) == [payload(item) for item in THEIRS]
+
+
+def test_a_file_that_was_cut_off(pair):
+    peers, store = client(pair), pair[1].memory
+    ends = {item: store.locate(item).offset + store.locate(item).nbytes for item in THEIRS}
+    cut = sorted(ends.values())[len(THEIRS) // 2]
+    os.ftruncate(store.file.descriptor, cut)
+    assert plain(peers.fetch(THEIRS)) == [payload(item) if ends[item] <= cut else None for item in THEIRS]
+    assert peers.counts.unanswered == 0
+
+
+def one(*numbers):
+    return np.array(numbers, "<u8").tobytes()
+
+
+MALFORMED = {
+    "too many items": REQUEST.pack(GET, 1025) + one(*[0] * 1025),
+    "no items": REQUEST.pack(GET, 0),
+    "too many offers": REQUEST.pack(OFFER, 65) + bytes(65 * ENTRY.size),
+    "another kind": REQUEST.pack(3, 1) + one(0),
+    "an item that is none": REQUEST.pack(GET, 2) + one(THEIRS[0], ITEMS),
+    "a very large item": REQUEST.pack(GET, 1) + one(2**64 - 1),
+    "an offer that is none": REQUEST.pack(OFFER, 1) + ENTRY.pack(2**63, 5, 5),
+}
+
+
+@pytest.mark.parametrize("request_bytes", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_requests_end_their_conversation_only(pair, request_bytes):
+    peers, enemy = client(pair), friend(pair[1].server.address)
+    peers.fetch(THEIRS[:1])
+    enemy.send([request_bytes], deadline=soon())
+    hung_up(enemy)
+    assert is_well(peers) and pair[1].server.is_alive
+
+
+@pytest.mark.parametrize(
+    "words", [b"GET / HTTP/1.1\r\n" * 5, os.urandom(1 << 16), bytes(64)], ids=["http", "random", "zeros"]
+)
+def test_garbage_instead_of_a_proof(pair, words):
+    enemy = connect(pair[1].server.address, deadline=soon())
+    with contextlib.suppress(PeerError):
+        enemy.send([words], deadline=soon())
+    hung_up(enemy)
+    assert is_well(client(pair))

@@ -1,0 +1,255 @@
+"""The process that serves a node's entries: what it lets in, where it listens, what it knows, and that it ends."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+import lightning_topt
+from lightning_topt.data import peer_server
+from lightning_topt.data.peer_channel import PeerError, connect, own_address
+from lightning_topt.data.peer_client import Peers
+from lightning_topt.data.peer_protocol import ENTRY, MAGIC, OFFER, REQUEST, PeerLimits
+from lightning_topt.data.peer_server import BOOT, PeerServer
+from lightning_topt.data.segment_store import checksum
+from tests.data.test_peer_faults import THEIRS, friend, hung_up, is_well, pair, soon, until
+from tests.data.test_peers import HERE, ITEMS, SECRET, Node, client, nodes, payload, plain
+
+FORK = multiprocessing.get_context("fork")
+__all__ = ["nodes", "pair"]  # fixtures
+# All that the process has of this package:
+NAMES = ["memory_file", "peer_channel", "peer_protocol", "peer_service", "segment_store", "store_file"]
+
+
+def test_strangers_who_say_nothing_are_thrown_out_and_disturb_nobody(pair):
+    address, peers = pair[1].server.address, client(pair)
+    strangers = [connect(address, deadline=soon()) for _ in range(20)]  # 4 may be there
+    for stranger in strangers:
+        with contextlib.suppress(PeerError):
+            stranger.send([b"x"], deadline=soon())
+    assert is_well(peers)
+    for stranger in strangers:
+        hung_up(stranger)
+
+
+def test_a_stranger_who_speaks_slowly_is_thrown_out(pair):
+    stranger = connect(pair[1].server.address, deadline=soon())
+    stranger.receive(len(MAGIC) + 32, deadline=soon())
+    end = soon()
+    with pytest.raises(PeerError):
+        while time.monotonic() < end:
+            stranger.send([b"x"], deadline=soon())
+            time.sleep(0.25)  # 64 bytes would take 16 s
+    stranger.close()
+    assert is_well(client(pair))
+
+
+def test_no_more_connections_than_allowed(pair):
+    friends = [friend(pair[1].server.address) for _ in range(8)]
+    with pytest.warns(UserWarning, match="hung up|broken"):
+        assert client(pair).fetch(THEIRS[:1]) == [None]
+    for each in friends:
+        each.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the server has perhaps not noticed yet
+        until(lambda: is_well(client(pair)))
+
+
+def test_many_that_come_at_once_are_all_served(nodes):
+    two = nodes(2, strangers=2)
+    for item in THEIRS:
+        two[1].memory.write(item, [payload(item)])
+    found, barrier = [], threading.Barrier(100)
+
+    def come():
+        peers = client(two)
+        barrier.wait(30)
+        found.append(plain(peers.fetch(THEIRS[:2])))
+
+    threads = [threading.Thread(target=come) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == [[payload(item) for item in THEIRS[:2]]] * 100
+
+
+def offered(channel, *entries):
+    """Offer (item, claimed bytes, claimed checksum); which are wanted."""
+    channel.send(
+        [REQUEST.pack(OFFER, len(entries)), b"".join(ENTRY.pack(*entry) for entry in entries)], deadline=soon()
+    )
+    return list(channel.receive(len(entries), deadline=soon()))
+
+
+def test_offers_that_are_too_large_or_have_no_room_are_refused(nodes):
+    two = nodes(2, memory=0, disk=4000, entry_bytes=3000)
+    peers = client(two, limits=PeerLimits())
+    peers.push(THEIRS[0], [bytes(3001)])
+    peers.close()
+    mine = client(two, limits=two[1].limits)
+    mine.push(THEIRS[0], [bytes(3001)])  # not even offered
+    mine.close()
+    assert peers.counts.pushes.refused == mine.counts.pushes.refused == 1 and not two[1].has(THEIRS[0])
+    enemy = friend(two[1].server.address)
+    item = THEIRS[0]
+    assert offered(enemy, (item, 2**63, 0), (item, 3001, 0), (item, 3000, 0)) == [0, 0, 1]
+    enemy.close()
+
+
+def test_an_answer_that_is_larger_than_this_node_allows_is_not_read(pair):
+    with pytest.warns(UserWarning, match="larger than the limits"):
+        assert client(pair, limits=PeerLimits(entry_bytes=100)).fetch(THEIRS[:1]) == [None]
+
+
+def test_half_an_entry_or_a_wrong_one_is_not_stored(nodes):
+    two, item = nodes(2), THEIRS[0]
+    liar = friend(two[1].server.address)
+    assert offered(liar, (item, 10, checksum([bytes(10)], item=item + 1))) == [1]  # another item's
+    liar.send([bytes(10)], deadline=soon())
+    hung_up(liar)
+    quitter = friend(two[1].server.address)
+    assert offered(quitter, (item, 10, checksum([bytes(10)], item=item))) == [1]
+    quitter.send([bytes(9)], deadline=soon())
+    quitter.close()
+    assert not two[1].has(item)
+    peers = client(two)
+    peers.push(item, [payload(item)])
+    peers.close()
+    assert two[1].has(item) == {"memory", "disk"}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0", "192.0.2.1", "fe80::1%nosuch0"])
+def test_it_listens_on_no_other_interface_than_one_of_this_machine(nodes, host):
+    store = nodes(1)[0].memory
+    with pytest.raises(ValueError, match="listen"):
+        PeerServer([store], host=host, secret=SECRET, fingerprint="f")
+
+
+def test_it_listens_on_the_one_it_was_given_only(pair):
+    host, port = pair[1].server.address
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+    assert host == HERE and listening == [f"0100007F:{port:04X}"]
+    with pytest.raises(PeerError):
+        connect(("127.0.0.2", port), deadline=soon())
+    assert own_address(towards=HERE) == HERE
+    with pytest.raises(ValueError, match="in use"):
+        PeerServer([pair[0].memory], host=host, port=port, secret=SECRET, fingerprint="f")
+
+
+def test_stores_of_different_data_are_not_served_together(nodes, tmp_path):
+    other = Node(tmp_path / "other", num_items=5)
+    with pytest.raises(ValueError, match="same number"):
+        PeerServer([nodes(1)[0].memory, other.memory], host=HERE, secret=SECRET, fingerprint="f")
+    other.close()
+
+
+def has_ended(process):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def _serve_and_hang(folder, pipe, closes):
+    node = Node(folder)
+    if not closes:
+        peer_server._servers.clear()
+    worker = FORK.Process(target=time.sleep, args=[60], daemon=True)  # has inherited what its parent has open
+    worker.start()
+    pipe.send((node.server.process.pid, worker.pid))
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["", "whose child keeps its pipe open"])
+def test_it_ends_with_the_process_that_started_it(tmp_path, closes):
+    here, there = FORK.Pipe()
+    parent = FORK.Process(target=_serve_and_hang, args=[tmp_path / "node", there, closes])
+    parent.start()
+    assert here.poll(30)
+    server, worker = here.recv()
+    assert not has_ended(server)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join()
+    until(lambda: has_ended(server))
+    assert not has_ended(worker)
+    os.kill(worker, signal.SIGKILL)
+
+
+def test_a_forked_process_neither_ends_it_nor_keeps_it(pair):
+    child, other = (FORK.Process(target=time.sleep, args=[seconds], daemon=True) for seconds in (0, 60))
+    child.start()
+    other.start()
+    child.join(30)
+    assert child.exitcode == 0 and pair[1].server.is_alive and is_well(client(pair))
+    pair[1].server.close()
+    assert pair[1].server.process.returncode == 0  # not killed
+    other.kill()
+    other.join()
+
+
+def test_it_ends_although_it_hangs_when_it_is_closed(pair, monkeypatch):
+    monkeypatch.setattr("lightning_topt.data.peer_server.END_SECONDS", 0.1)
+    os.kill(pair[1].server.process.pid, signal.SIGSTOP)
+    pair[1].server.close()
+    pair[1].server.close()
+    assert not pair[1].server.is_alive
+
+
+def test_it_imports_neither_torch_nor_what_could_unpickle(pair):
+    process = pair[1].server.process.pid
+    maps = Path(f"/proc/{process}/maps").read_text()
+    assert "numpy" in maps and "libtorch" not in maps and "torch/_C" not in maps
+    package = Path(lightning_topt.__file__).parent
+    settings = {"path": [os.path.abspath(entry) for entry in sys.path], "package": str(package)}
+    code = BOOT.replace("main(settings)", "print(json.dumps(sorted(sys.modules)))")
+    assert code != BOOT
+    words = (json.dumps(settings) + "\n").encode()
+    run = subprocess.run([sys.executable, "-I", "-S", "-c", code], input=words, capture_output=True, check=True)
+    modules = json.loads(run.stdout)
+    assert not {"torch", "lightning", "multiprocessing", "asyncio"} & set(modules)
+    prefix = "lightning_topt.data."
+    assert [name.removeprefix(prefix) for name in modules if name.startswith(prefix)] == NAMES
+    for name in NAMES:
+        tree = ast.parse((package / "data" / f"{name}.py").read_text())
+        named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        named |= {part for node in ast.walk(tree) if isinstance(node, ast.Import) for part in [node.names[0].name]}
+        assert not named & {"pickle", "marshal", "shelve", "eval", "exec", "compile", "__import__"}
+        assert not any(isinstance(node, ast.Attribute) and node.attr in ("load", "save") for node in ast.walk(tree))
+
+
+def test_a_client_needs_an_address_of_every_other_node():
+    with pytest.raises(ValueError, match="addresses"):
+        Peers([None, None], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f")
+    with pytest.raises(ValueError, match="positive"):
+        Peers([None, (HERE, 1)], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f", timeout_seconds=0)
+    with pytest.raises(ValueError, match="positive"):
+        PeerLimits(items=0)
+    with pytest.raises(ValueError, match="no interface"):
+        own_address(towards="fe80::1%nosuch0")
+
+
+def test_addresses_of_another_family(nodes):
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    two = nodes(1)
+    server = PeerServer([two[0].memory], host="::1", secret=SECRET, fingerprint="f")
+    two[0].memory.write(THEIRS[0], [payload(THEIRS[0])])
+    peers = Peers(
+        [None, server.address], node=0, num_items=ITEMS, seed=3, secret=SECRET, fingerprint="f", timeout_seconds=10
+    )
+    assert plain(peers.fetch(THEIRS[:1])) == [payload(THEIRS[0])]
+    server.close()

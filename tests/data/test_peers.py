@@ -1,0 +1,266 @@
+"""Nodes that give their entries to each other over real sockets: what arrives is what is stored, and what was pushed stays."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_topt.data import peer_client, peer_push
+from lightning_topt.data.partition import owners
+from lightning_topt.data.peer_client import Peers
+from lightning_topt.data.peer_protocol import PeerLimits
+from lightning_topt.data.peer_server import PeerServer
+from lightning_topt.data.segment_store import SegmentStore
+from lightning_topt.data.store_file import StoreFile
+
+ITEMS, SEED, SECRET = 90, 3, bytes(range(32))
+HERE = "127.0.0.1"
+
+
+def payload(item):
+    return np.random.default_rng(item).bytes(200 + 37 * item)
+
+
+class Node:
+    """Stores in memory and on disk and the process that serves them."""
+
+    def __init__(self, folder, *, memory=1 << 22, disk=1 << 22, num_items=ITEMS, port=0, **limits):
+        folder.mkdir(exist_ok=True)
+        self.files = [
+            os.memfd_create("test"),
+            os.open(folder / "samples", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600),
+        ]
+        self.memory, self.disk = (
+            SegmentStore(StoreFile(file, num_items=num_items, lock=folder / f"{name}.lock"), capacity_bytes=capacity)
+            for name, file, capacity in zip(("memory", "disk"), self.files, (memory, disk), strict=True)
+        )
+        self.limits = PeerLimits(**limits)
+        self.serve(port=port)
+
+    def serve(self, *, port=0):
+        stores = [self.memory, self.disk]
+        self.server = PeerServer(stores, host=HERE, secret=SECRET, fingerprint="f", port=port, limits=self.limits)
+
+    def has(self, item):
+        """The names of the stores that hold the item, as it should be."""
+        found = {"memory": self.memory.read(item), "disk": self.disk.read(item)}
+        assert all(entry is None or entry.tobytes() == payload(item) for entry in found.values())
+        return {name for name, entry in found.items() if entry is not None}
+
+    def close(self):
+        self.server.close()
+        for file in self.files:
+            os.close(file)
+        self.files = []
+
+
+def client(nodes, *, node=0, **options):
+    addresses = [each if isinstance(each, tuple) else each.server.address for each in nodes]
+    known = {"num_items": ITEMS, "seed": SEED, "secret": SECRET, "fingerprint": "f", "timeout_seconds": 10}
+    return Peers(addresses, node=node, **{**known, **options})
+
+
+def owned(node, *, num_nodes, num_items=ITEMS):
+    return np.flatnonzero(owners(num_items, num_nodes=num_nodes, seed=SEED) == node).tolist()
+
+
+def plain(entries):
+    return [None if entry is None else entry.tobytes() for entry in entries]
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """Makes nodes, and closes them."""
+    made = []
+
+    def make(number, **options):
+        made.extend(Node(tmp_path / str(len(made) + i), **options) for i in range(number))
+        return made[-number:]
+
+    yield make
+    for node in made:
+        node.close()
+
+
+def fill(node, items):
+    """A third in memory, a third on disk, a third nowhere."""
+    for item in items:
+        store = [node.memory, node.disk, None][item % 3]
+        assert store is None or store.write(item, [payload(item)])
+
+
+def test_one_fetch_brings_what_all_owners_hold_in_the_order_of_the_question(nodes):
+    trio = nodes(3)
+    for node, each in enumerate(trio):
+        fill(each, owned(node, num_nodes=3))
+    peers = client(trio)
+    own = set(owned(0, num_nodes=3))
+    assert all(peers.is_own(item) == (item in own) for item in range(ITEMS))
+    twice = next(item for item in range(ITEMS) if item not in own and item % 3 == 0)
+    order = [*np.random.default_rng(0).permutation(ITEMS).tolist(), twice, twice]
+    expected = [None if item in own or item % 3 == 2 else payload(item) for item in order]
+    for _ in range(2):
+        entries = peers.fetch(order)
+        assert plain(entries) == expected
+    counts, found = peers.counts, sum(entry is not None for entry in expected)
+    assert (counts.fetched, counts.damaged, counts.unanswered) == (2 * found, 0, 0)
+    assert counts.fetched_bytes == 2 * sum(len(entry) for entry in expected if entry is not None)
+    assert counts.absent == 2 * sum(item % 3 == 2 and item not in own for item in order)
+    entries[-1][:] = 0  # writable, and nobody else's
+    assert plain(entries[:-1]) == expected[:-1]
+    # A connection's next answer comes after the promotion that the one before made.
+    assert all(trio[1].has(item) == {"memory", "disk"} for item in owned(1, num_nodes=3) if item % 3 == 1)
+    assert peers.fetch([]) == []
+    fill(trio[0], own)
+    assert plain(client(trio, node=2).fetch(sorted(own))) == [payload(i) if i % 3 < 2 else None for i in sorted(own)]
+
+
+def test_memory_that_is_full_is_not_promoted_to(nodes):
+    pair = nodes(2, memory=500)
+    items = [item for item in owned(1, num_nodes=2) if item > 10]
+    for item in items:
+        pair[1].disk.write(item, [payload(item)])
+    peers = client(pair)
+    for _ in range(2):
+        assert plain(peers.fetch(items)) == [payload(item) for item in items]
+    assert pair[1].memory.used_bytes == 0
+
+
+@pytest.mark.parametrize("limits", [{"reply_bytes": 4000}, {"items": 3}, {"items": 5, "reply_bytes": 1}])
+def test_answers_that_are_cut_into_pieces(nodes, monkeypatch, limits):
+    pair, questions, ask = nodes(2, **limits), [], peer_client.ask
+
+    def counted(channel, items, *, deadline):
+        questions.append(len(items))
+        ask(channel, items, deadline=deadline)
+
+    monkeypatch.setattr(peer_client, "ask", counted)
+    items = owned(1, num_nodes=2)
+    fill(pair[1], items)
+    peers = client(pair, limits=pair[1].limits)
+    assert plain(peers.fetch(items)) == [payload(item) if item % 3 < 2 else None for item in items]
+    assert peers.counts.fetched + peers.counts.absent == len(items)
+    sizes = [len(payload(item)) for item in items if item % 3 < 2]
+    assert max(questions) <= pair[1].limits.items and len(questions) >= len(items) / pair[1].limits.items
+    assert len(questions) >= sum(sizes) / max(*sizes, pair[1].limits.reply_bytes)
+
+
+def test_pushed_entries_are_with_their_owner_when_close_returns(nodes):
+    trio = nodes(3)
+    peers = client(trio)
+    others = [item for item in range(ITEMS) if not peers.is_own(item)]
+    for item in others:
+        peers.push(item, [payload(item)[:50], np.frombuffer(payload(item)[50:], np.uint8)])
+    peers.close()
+    for node in (1, 2):
+        assert all(trio[node].has(item) == {"memory", "disk"} for item in owned(node, num_nodes=3))
+        assert len(trio[node].memory) == len(owned(node, num_nodes=3))
+    assert (peers.counts.pushes.stored, peers.counts.pushes.dropped) == (len(others), 0)
+    assert plain(peers.fetch(others)) == [payload(item) for item in others]  # it connects again
+    peers.push(others[0], [payload(others[0])])
+    peers.close()
+    assert peers.counts.pushes.refused == 1  # they have it
+
+
+def test_a_full_owner_refuses_and_says_so(nodes):
+    pair = nodes(2, memory=0, disk=2000)
+    items = [item for item in owned(1, num_nodes=2) if item > 40]
+    peers = client(pair)
+    for item in items:
+        peers.push(item, [payload(item)])
+        peers.close()
+    stored = sum(bool(pair[1].has(item)) for item in items)
+    assert stored == peers.counts.pushes.stored == 1 and peers.counts.pushes.refused == len(items) - 1
+
+
+class Pushing(Dataset):
+    """Reads no cache, but gives its samples to their owners, and looks whether it can ask them."""
+
+    def __init__(self, peers, items):
+        self.peers, self.items = peers, items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        item = self.items[index]
+        self.peers.push(item, [payload(item)])
+        return plain(self.peers.fetch(self.items[:1])) == [payload(self.items[0])], self.peers.counts.fetched
+
+
+def test_a_workers_last_pushes_are_not_lost(nodes, monkeypatch):
+    pair, offer = nodes(2), peer_push.offer
+
+    def slow(*args, **options):
+        time.sleep(0.2)
+        return offer(*args, **options)
+
+    monkeypatch.setattr(peer_push, "offer", slow)
+    items = owned(1, num_nodes=2)
+    peers = client(pair, queue_bytes=1 << 20)
+    pair[1].memory.write(items[0], [payload(items[0])])
+    assert plain(peers.fetch(items[:1])) == [payload(items[0])]  # a connection that a fork must not share
+    fetched = peers.counts.fetched
+    batches = list(DataLoader(Pushing(peers, items), batch_size=5, num_workers=2, multiprocessing_context="fork"))
+    assert all(right.all() for right, _ in batches)
+    assert [counts[0].item() for _, counts in batches[:2]] == [1, 1]  # each process has its own
+    assert peers.counts.fetched == fetched
+    assert all(pair[1].has(item) for item in items)
+    assert plain(peers.fetch(items)) == [payload(item) for item in items]
+
+
+def test_pickled_it_is_another_client_of_the_same_nodes(nodes):
+    pair = nodes(2)
+    items = owned(1, num_nodes=2)
+    peers = client(pair, retry_seconds=7)
+    peers.push(items[0], [payload(items[0])])  # has a thread and a connection
+    again = pickle.loads(pickle.dumps(peers))
+    peers.close()
+    assert plain(again.fetch(items[:2])) == [payload(items[0]), None]
+    assert again.retry_seconds == 7 and again.counts.fetched == 1 and peers.counts.fetched == 0
+
+
+def test_threads_share_it(nodes):
+    trio = nodes(3)
+    peers = client(trio)
+    others = [item for item in range(ITEMS) if not peers.is_own(item)]
+    wrong = []
+
+    def work(seed):
+        for item in np.random.default_rng(seed).permutation(others).tolist():
+            peers.push(item, [payload(item)])
+            wrong.extend(entry for entry in plain(peers.fetch([item])) if entry not in (None, payload(item)))
+
+    threads = [threading.Thread(target=work, args=[seed]) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    peers.close()
+    counts = peers.counts
+    assert not wrong and plain(peers.fetch(others)) == [payload(item) for item in others]
+    assert counts.unanswered == counts.damaged == counts.pushes.dropped == 0
+    assert counts.fetched + counts.absent == (4 + 1) * len(others)
+    assert counts.pushes.stored + counts.pushes.refused == 4 * len(others)
+
+
+def test_nothing_stays_open(nodes):
+    pair = nodes(2)
+
+    def use():
+        peers = client(pair)
+        peers.fetch(range(ITEMS))
+        peers.push(owned(1, num_nodes=2)[0], [b"abc"])
+        peers.close()
+
+    use()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(10):
+        use()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

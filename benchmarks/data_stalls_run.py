@@ -109,11 +109,9 @@ def lead(options: argparse.Namespace) -> None:
     options.address = (options.server, PORT)
     _await(options.address)
     jobs, results = json.loads(options.jobs.read_text()), []
-    every_core = os.sched_getaffinity(0)
     for job in jobs["setups"]:
-        os.sched_setaffinity(0, sorted(every_core)[: job["cores"]])
+        assert len(os.sched_getaffinity(0)) == job["cores"]
         results.append(train(options, job, jobs["entry_bytes"]))
-        os.sched_setaffinity(0, every_core)
     measured = None
     if jobs["measure"]:
         module = Pictures(options.address, number=options.number, workers=jobs["measure"]["workers"], delay_seconds=0.0)

@@ -54,7 +54,7 @@ class PeerLimits:
     reply_bytes: int = 1 << 30
     items: int = 1024
     offers: int = 64
-    connections: int = 512
+    connections: int = 2048
     strangers: int = 32
     proof_seconds: float = 5.0
     request_seconds: float = 30.0

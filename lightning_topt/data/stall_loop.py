@@ -16,7 +16,8 @@ MOST_BATCHES = 100_000
 class LoopTimes(NamedTuple):
     """Means per batch of a steady loop: all of it, of that waiting for the batch, and seconds of cores.
 
-    `core_seconds` are those of the training process, `worker_core_seconds` those of its child processes.
+    `core_seconds` are those of the training process, `worker_core_seconds` those of its child processes, `other_core_seconds`
+    those of everything else on the machine, the kernel's work for the network among it.
     """
 
     batches: int
@@ -24,6 +25,7 @@ class LoopTimes(NamedTuple):
     wait_seconds: float
     core_seconds: float
     worker_core_seconds: float
+    other_core_seconds: float = 0.0
 
 
 class Watched:
@@ -38,7 +40,9 @@ class Watched:
         self.batches, self.seconds, self.skip, self.least, self.most = batches, seconds, skip, least, most
         self.used = 0
         self._waits: list[float] = []
-        self._marks: list[tuple[float, float, float]] = []  # clock, this process's cores, its children's
+        self._marks: list[
+            tuple[float, float, float, float]
+        ] = []  # clock; cores: this process's, its children's, others'
 
     def __len__(self) -> int:
         """One more than there are: a loop that counts must ask once more, which ends the measurement."""
@@ -65,7 +69,8 @@ class Watched:
         self._mark()
 
     def _mark(self) -> None:
-        self._marks.append((time.perf_counter(), time.process_time(), _children_core_seconds()))
+        own, children = time.process_time(), _children_core_seconds()
+        self._marks.append((time.perf_counter(), own, children, _machine_core_seconds() - own - children))
 
     def times(self) -> LoopTimes:
         """Of the batches after the first `skip`."""
@@ -75,8 +80,8 @@ class Watched:
                 "let it train on all that it is given, on more samples or in smaller batches"
             )
         count = self.used - self.skip
-        wall, own, children = ((end - start) / count for start, end in zip(*self._marks, strict=True))
-        return LoopTimes(count, wall, sum(self._waits[self.skip :]) / count, own, children)
+        wall, own, children, others = ((end - start) / count for start, end in zip(*self._marks, strict=True))
+        return LoopTimes(count, wall, sum(self._waits[self.skip :]) / count, own, children, max(0.0, others))
 
 
 def _children_core_seconds() -> float:
@@ -88,6 +93,12 @@ def _children_core_seconds() -> float:
             continue
         total += times.user + times.system
     return total
+
+
+def _machine_core_seconds() -> float:
+    """That all cores of the machine were at work since it started."""
+    times = psutil.cpu_times()
+    return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
 
 
 def check_loader(loader: Any) -> None:

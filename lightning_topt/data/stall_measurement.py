@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from math import inf
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch.utils.data import DataLoader
@@ -43,7 +43,7 @@ class CacheUnderTest(Protocol):
 class MeasurementOptions:
     """How much to measure.
 
-    - ``seconds``: of each run; the whole takes about seven times as long;
+    - ``seconds``: of each run; the whole takes about eight times as long;
     - ``memory_bytes``: room of the cached run's cache;
     - ``link_bytes_per_second``: where known; None: told from samples of different sizes, if they differ;
     - ``cores``: of this loop; None: those that this process may use;
@@ -152,29 +152,34 @@ class _Measurement:
         workers, seconds = self.loader.num_workers, self.options.seconds
         probes, batches = self._probe()
         synthetic = self._loop(Watched(cycle(batches), seconds))
-        crowded, used = self._cold(max(1, self.cores))
-        cold, used = (crowded, used) if workers == self.cores else self._cold(workers)
+        alone_cold, _ = self._cold(1, self._drain)
+        crowded, used = self._cold(max(1, self.cores), self._loop)
+        cold, used = (crowded, used) if workers == self.cores else self._cold(workers, self._loop)
         kept = self._fill(used)
         cached = self._loop(self._over(kept, workers))
         alone, beside = (self._drain(self._over(kept, count)) for count in (0, 1))
         hit_seconds = alone.core_seconds / self.batch_size
-        latency, link = fit_link(probes.samples, rate=self.options.link_bytes_per_second)
+        _, link = fit_link(probes.samples, rate=self.options.link_bytes_per_second)
+        source_bytes = float(np.mean([probe.source_bytes for probe in probes.samples]))
+        worker_seconds = max(0.0, beside.worker_core_seconds - self.batch_size * hit_seconds)
+        sample = sample_costs(alone_cold, synthetic, self.batch_size, worker_seconds + probes.collate_seconds)
         entry_bytes = self.cache.entry_bytes()
         costs = StallCosts(
             batch_size=self.batch_size,
             num_items=len(self.items.order),
             step_seconds=synthetic.batch_seconds,
             step_core_seconds=synthetic.core_seconds,
-            latency_seconds=latency,
-            source_bytes=float(np.mean([probe.source_bytes for probe in probes.samples])),
+            latency_seconds=max(0.0, sample.wait_seconds - source_bytes / link),
+            source_bytes=source_bytes,
             link_bytes_per_second=link,
-            prepare_seconds=float(np.mean([probe.core_seconds for probe in probes.samples])),
+            prepare_seconds=sample.core_seconds,
             hit_seconds=hit_seconds,
             collate_seconds=probes.collate_seconds,
-            worker_seconds=max(0.0, beside.worker_core_seconds - self.batch_size * hit_seconds),
+            worker_seconds=worker_seconds,
             receive_seconds=beside.core_seconds,
             entry_bytes=entry_bytes,
             disk_bytes_per_second=read_rate(directory, entry_bytes=entry_bytes),
+            other_seconds=sample.other_seconds,
         )
         costs = replace(costs, contention=contention(costs, crowded, cores=self.cores))
         setup = SetUp(workers, self.cores, prefetch_factor=self.loader.prefetch_factor or 2)
@@ -203,11 +208,11 @@ class _Measurement:
         self.train(watched)
         return watched.times()
 
-    def _cold(self, workers: int) -> tuple[LoopTimes, list[int]]:
-        """The loop on items that were not read before, and these."""
+    def _cold(self, workers: int, run: Callable[[Watched], LoopTimes]) -> tuple[LoopTimes, list[int]]:
+        """The loop, or the loader alone, on items that were not read before, and these."""
         items = self.items.rest(at_least=(16 + 8 * workers) * self.batch_size)
         watched = self._over(items, workers, cached=False)
-        times = self._loop(watched)
+        times = run(watched)
         taken = min(len(items), watched.used * self.batch_size)
         ahead = workers * ((self.loader.prefetch_factor or 2) + 1) * self.batch_size  # read and not trained on
         self.items.used += min(len(items), taken + ahead)
@@ -236,6 +241,25 @@ class _Measurement:
         for _ in watched:
             pass
         return watched.times()
+
+
+class SampleCosts(NamedTuple):
+    """Of a sample from the source, in seconds: waited for, of a core, and of cores that others used meanwhile."""
+
+    wait_seconds: float
+    core_seconds: float
+    other_seconds: float
+
+
+def sample_costs(cold: LoopTimes, idle: LoopTimes, batch_size: int, worker_seconds: float) -> SampleCosts:
+    """From one worker that does nothing but read the source; `worker_seconds` is what a batch takes it besides its samples.
+
+    What others did in the same time of the `idle` loop, which reads nothing, has nothing to do with the samples.
+    """
+    wait = max(0.0, cold.batch_seconds - cold.worker_core_seconds)
+    others = cold.other_core_seconds - idle.other_core_seconds / idle.batch_seconds * cold.batch_seconds
+    work = max(0.0, cold.worker_core_seconds - worker_seconds)
+    return SampleCosts(wait / batch_size, work / batch_size, min(wait, max(0.0, others)) / batch_size)
 
 
 def contention(costs: StallCosts, crowded: LoopTimes, *, cores: int) -> float:

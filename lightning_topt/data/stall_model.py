@@ -23,10 +23,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-CORE, LINK, DISK, DELAY = "core", "link", "disk", "delay"
+CORE, LINK, DISK, DELAY, OTHERS = "core", "link", "disk", "delay", "others"
 _CHUNKS = 16  # in which the samples of a batch are played
 _BATCHES = 96  # played and counted, but at least 24 of each worker
 _TINY = 1e-12
+_LEAST_FREE = 0.1  # of the cores, for the loop: nothing stands still
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class StallCosts:
         entry_bytes: of one sample in the cache.
         disk_bytes_per_second: of the disk that the cache's disk tier would be on.
         contention: seconds of a core for what takes 1 alone, when all cores are busy.
+        other_seconds: that other processes of this machine, or its kernel, compute while a miss is waited for: a server of the
+            source, the network.
     """
 
     batch_size: int
@@ -61,6 +64,7 @@ class StallCosts:
     entry_bytes: float
     disk_bytes_per_second: float = inf
     contention: float = 1.0
+    other_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.num_items < 1 or self.step_seconds <= 0 or self.contention < 1:
@@ -111,6 +115,7 @@ class _Phase(NamedTuple):
     resource: str
     amount: float  # seconds, or bytes of the link and the disk
     demand: float = 1.0  # cores
+    beside: float = 0.0  # cores that others use meanwhile
 
 
 class _Sample(NamedTuple):
@@ -120,10 +125,11 @@ class _Sample(NamedTuple):
     link: float
     disk: float
     core: float
+    others: float  # cores that others use while it waits for its source
 
     def phases(self) -> Iterator[_Phase]:
-        yield _Phase(DELAY, self.delay)
-        yield _Phase(LINK, self.link)
+        yield _Phase(DELAY, self.delay, beside=self.others)
+        yield _Phase(LINK, self.link, beside=self.others)
         yield _Phase(DISK, self.disk)
         yield _Phase(CORE, self.core)
 
@@ -151,14 +157,15 @@ def bounds(costs: StallCosts, setup: SetUp) -> dict[str, float]:
     wait = c.batch_size * missing * (c.latency_seconds + c.source_bytes / c.link_bytes_per_second)
     wait += c.batch_size * setup.disk_share * c.entry_bytes / c.disk_bytes_per_second
     core = c.batch_size * (missing * c.miss_seconds + (1 - missing) * c.hit_seconds)
+    others = c.batch_size * missing * c.other_seconds
     link = c.batch_size * missing * c.source_bytes / c.link_bytes_per_second
     disk = c.batch_size * setup.disk_share * c.entry_bytes / c.disk_bytes_per_second
     if setup.num_workers == 0:
         workers = wait + core + c.step_seconds
-        in_all = core + c.step_core_seconds
+        in_all = core + c.step_core_seconds + others
         return {"step": c.step_seconds, "link": link, "disk": disk, "cores": in_all / setup.cores, "workers": workers}
     workers = (wait + core + c.worker_seconds) / setup.num_workers
-    in_all = core + c.worker_seconds + c.receive_seconds + c.step_core_seconds
+    in_all = core + c.worker_seconds + c.receive_seconds + c.step_core_seconds + others
     step = c.step_seconds + c.receive_seconds
     return {"step": step, "link": link, "disk": disk, "cores": in_all / setup.cores, "workers": workers}
 
@@ -244,25 +251,37 @@ class _Loop:
             speeds = self._speeds(phases)
             active = [i for i, phase in enumerate(phases) if phase is not None]
             assert active, "the loop waits for a batch that nobody prepares"
-            elapsed = min(left[i] / speeds[phase.resource] for i in active if (phase := phases[i]))
+            rates = [0.0 if phase is None else self._rate(phase, speeds) for phase in phases]
+            elapsed = min(left[i] / rates[i] for i in active)
             self.clock += elapsed
             for i in active:
                 phase = phases[i]
                 assert phase is not None
-                left[i] -= elapsed * speeds[phase.resource]
+                left[i] -= elapsed * rates[i]
                 if left[i] <= _TINY * max(1.0, phase.amount):
                     phases[i] = None
 
+    def _rate(self, phase: _Phase, speeds: dict[str, float]) -> float:
+        return speeds[phase.resource] * (speeds[OTHERS] if phase.beside else 1.0)
+
     def _speeds(self, phases: list[_Phase | None]) -> dict[str, float]:
         """What one user of each resource gets of it per second."""
-        users = {CORE: 0.0, LINK: 0.0, DISK: 0.0}
+        users, waits = {CORE: 0.0, LINK: 0.0, DISK: 0.0, DELAY: 0.0}, {LINK: 0.0, DELAY: 0.0}
         for phase in phases:
-            if phase is not None and phase.resource != DELAY:
+            if phase is not None:
                 users[phase.resource] += phase.demand
-        cores, busy = self.setup.cores, min(users[CORE], float(self.setup.cores))
+                if phase.beside:
+                    waits[phase.resource] += phase.beside
+        beside = waits[DELAY] + waits[LINK] / max(users[LINK], 1.0)  # those who share the link take longer for the same
+        cores = self.setup.cores
+        busy = min(users[CORE] + beside, float(cores))
         slower = 1.0 if cores == 1 else 1 + (self.costs.contention - 1) * max(0.0, busy - 1) / (cores - 1)
+        # What others do for a miss comes first, up to a limit, and its wait is over when they have done it.
+        others = min(1.0, (1 - _LEAST_FREE) * cores / max(beside, _TINY))
+        free = cores - beside * others
         return {
-            CORE: min(1.0, cores / max(users[CORE], _TINY)) / slower,
+            OTHERS: others,
+            CORE: min(1.0, free / max(users[CORE], _TINY)) / slower,
             LINK: self.costs.link_bytes_per_second / max(users[LINK], 1.0),
             DISK: self.costs.disk_bytes_per_second / max(users[DISK], 1.0),
             DELAY: 1.0,
@@ -281,10 +300,13 @@ def _draw(c: StallCosts, setup: SetUp, batches: int, rng: np.random.Generator) -
     link = 0.0 if c.link_bytes_per_second == inf else c.source_bytes
     disk = 0.0 if c.disk_bytes_per_second == inf else c.entry_bytes
 
+    wait = c.latency_seconds + c.source_bytes / c.link_bytes_per_second
+    others = min(1.0, c.other_seconds / wait) if wait > 0 else 0.0
+
     def chunk(some: npt.NDArray[np.int8]) -> _Sample:
         misses, disk_hits = int((some == 0).sum()), int((some == 1).sum())
         core = misses * c.miss_seconds + (len(some) - misses) * c.hit_seconds
-        return _Sample(misses * c.latency_seconds, misses * link, disk_hits * disk, core)
+        return _Sample(misses * c.latency_seconds, misses * link, disk_hits * disk, core, others)
 
     of_batch = tiers.reshape(batches, c.batch_size)
     return [[chunk(row[i : i + size]) for i in range(0, c.batch_size, size)] for row in of_batch]

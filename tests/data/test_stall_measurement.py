@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from lightning_topt.data import stall_loop, stall_measurement
 from lightning_topt.data.stall_advice import what_if
 from lightning_topt.data.stall_loop import LoopTimes, Watched, check_loader, loader_over, samples_per_batch
-from lightning_topt.data.stall_measurement import MeasurementOptions, contention, measure_stalls
+from lightning_topt.data.stall_measurement import MeasurementOptions, contention, measure_stalls, sample_costs
 from lightning_topt.data.stall_probes import SampleProbe, fit_link, probe_samples, probe_source, read_rate
 from lightning_topt.data.stall_report import advice, format_bytes, format_seconds, print_report, save_png
 from lightning_topt.plugins.measured_cache import MeasuredCache
@@ -218,6 +218,16 @@ def test_equal_sizes_tell_no_rate_unless_it_is_known():
     assert fit_link(others)[1] == inf
     nothing = [SampleProbe(0.001, 0.001, 0.0)] * 20
     assert fit_link(nothing) == (0.0, inf)
+
+
+def test_a_samples_costs_are_those_of_a_worker_that_does_nothing_else():
+    idle = LoopTimes(50, 0.1, 0.0, 0.05, 0.0, 0.01)  # others take a tenth of a core anyway
+    cold = LoopTimes(50, 0.2, 0.2, 0.001, 0.13, 0.06)
+    found = sample_costs(cold, idle, 4, 0.01)
+    assert found == pytest.approx((0.07 / 4, 0.12 / 4, 0.04 / 4))
+    assert sample_costs(cold._replace(other_core_seconds=0.0), idle, 4, 0.01).other_seconds == 0
+    assert sample_costs(cold._replace(other_core_seconds=1.0), idle, 4, 0.01).other_seconds == found.wait_seconds
+    assert sample_costs(cold._replace(worker_core_seconds=0.3), idle, 4, 0.01)[0] == 0
 
 
 def test_contention_from_a_crowded_loop():

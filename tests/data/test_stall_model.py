@@ -46,6 +46,16 @@ def test_without_workers_everything_is_one_after_the_other():
     assert half == pytest.approx((wait + 0.001 + 32 * (0.002 + 50e-6)) / 2 + 0.020, rel=0.02)
 
 
+def test_what_others_compute_meanwhile_takes_cores_from_the_workers():
+    costs = replace(COSTS, other_seconds=0.0006, prepare_seconds=0.004)
+    assert batch_seconds(costs, SetUp(0, 1)) == pytest.approx(
+        batch_seconds(replace(costs, other_seconds=0.0), SetUp(0, 1))
+    )
+    work = 32 * (0.004 + 0.0006) + 0.001 + 0.002 + 0.0005 + 0.004  # cores; all are busy with enough workers
+    assert batch_seconds(costs, SetUp(6, 1)) == pytest.approx(work, rel=0.03)
+    assert bounds(costs, SetUp(6, 1))["cores"] == pytest.approx(work)
+
+
 def test_a_disk_hit_waits_for_the_disk():
     on_disk = SetUp(0, 2, disk_share=1.0)
     assert batch_seconds(COSTS, on_disk) == pytest.approx(32 * (150_000 / 500e6 + 50e-6) + 0.020)

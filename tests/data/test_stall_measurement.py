@@ -307,7 +307,7 @@ def test_cold_runs_read_no_item_twice_while_there_are_new_ones(tmp_path):
     probes, _ = measurement._probe()
     assert probes.samples and source.reads.max() <= 2  # those of the synthetic run's batches
     source.reads.zero_()
-    measurement._cold(1)
+    measurement._cold(1, measurement._drain)
     measurement._cold(0)
     assert source.reads.max() == 1 and source.reads.sum() > 30
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
 import psutil
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 MOST_BATCHES = 100_000
+PAGE_BYTES = 4096
 
 
 class LoopTimes(NamedTuple):
@@ -99,6 +102,19 @@ def _machine_core_seconds() -> float:
     """That all cores of the machine were at work since it started."""
     times = psutil.cpu_times()
     return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
+
+
+def touch(batch: Any) -> None:
+    """Read something of every page of a batch's tensors, as a step does when it begins."""
+    if isinstance(batch, Tensor):
+        if batch.device.type == "cpu" and batch.layout == torch.strided and batch.numel():
+            batch.reshape(-1)[:: max(1, PAGE_BYTES // batch.element_size())].clone()
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            touch(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            touch(value)
 
 
 def check_loader(loader: Any) -> None:

@@ -18,7 +18,14 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from lightning_topt.data.stall_advice import Stalls, split_stalls
-from lightning_topt.data.stall_loop import LoopTimes, Watched, check_loader, loader_over, samples_per_batch
+from lightning_topt.data.stall_loop import (
+    LoopTimes,
+    Watched,
+    check_loader,
+    loader_over,
+    samples_per_batch,
+    touch,
+)
 from lightning_topt.data.stall_model import SetUp, StallCosts, batch_seconds
 from lightning_topt.data.stall_probes import WARMUP_SAMPLES, SourceProbe, fit_link, probe_source, read_rate
 
@@ -236,10 +243,10 @@ class _Measurement:
         return kept
 
     def _drain(self, watched: Watched) -> LoopTimes:
-        """The loader alone, as fast as it goes."""
+        """The loader alone, as fast as it goes, and each batch looked at: memory that a worker sent is mapped by then."""
         watched.seconds = min(watched.seconds, 3.0)
-        for _ in watched:
-            pass
+        for batch in watched:
+            touch(batch)
         return watched.times()
 
 

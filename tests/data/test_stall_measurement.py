@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from lightning_topt.data import stall_loop, stall_measurement
 from lightning_topt.data.stall_advice import what_if
-from lightning_topt.data.stall_loop import LoopTimes, Watched, check_loader, loader_over, samples_per_batch
+from lightning_topt.data.stall_loop import LoopTimes, Watched, check_loader, loader_over, samples_per_batch, touch
 from lightning_topt.data.stall_measurement import MeasurementOptions, contention, measure_stalls, sample_costs
 from lightning_topt.data.stall_probes import SampleProbe, fit_link, probe_samples, probe_source, read_rate
 from lightning_topt.data.stall_report import advice, format_bytes, format_seconds, print_report, save_png
@@ -308,7 +308,7 @@ def test_cold_runs_read_no_item_twice_while_there_are_new_ones(tmp_path):
     assert probes.samples and source.reads.max() <= 2  # those of the synthetic run's batches
     source.reads.zero_()
     measurement._cold(1, measurement._drain)
-    measurement._cold(0)
+    measurement._cold(0, measurement._drain)
     assert source.reads.max() == 1 and source.reads.sum() > 30
 
 
@@ -336,3 +336,8 @@ def test_advice_where_the_model_is_off(tmp_path):
 def test_units():
     assert [format_seconds(value) for value in (1.5, 0.0123, 4e-5)] == ["1.5 s", "12.3 ms", "40 us"]
     assert [format_bytes(value) for value in (12, 1536, 3 << 30)] == ["12 B", "1.50 KiB", "3.00 GiB"]
+
+
+def test_any_batch_can_be_touched():
+    strange = [torch.empty(0), torch.ones(3, dtype=torch.complex64), torch.ones(4, 5).t(), "text", None, 3]
+    touch({"x": (*strange, [torch.eye(3).to_sparse()]), "y": torch.tensor(1)})

@@ -39,6 +39,7 @@ from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt.plugins.cached_data import CachedDataModule
 
 BATCH, FEW = 64, 2000
+PARTS = (slice(0, 1), slice(1, None))
 EPOCHS = 5  # after the first, for all that is in memory or prepared then
 TOUCHED_BYTES = 4 << 30
 FIRST = {
@@ -207,8 +208,11 @@ def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host
                     shutil.rmtree(folder / "fresh", ignore_errors=True)
                 epochs = 1 if "uncached" in contender or contender in FIRST.values() else EPOCHS
                 result = job(contender, workers, folder, epochs=epochs, prefix=prefix, host=host)
-                entry = found.setdefault(contender, {}).setdefault(workers, {"seconds": [], "megabytes": 0})
+                entry = found.setdefault(contender, {}).setdefault(
+                    workers, {"seconds": [], "epochs": [], "megabytes": 0}
+                )
                 entry["seconds"].append(statistics.mean(result["seconds"]))
+                entry["epochs"].append(result["seconds"])
                 entry["megabytes"] = max(entry["megabytes"], result["megabytes"])
                 print(index, contender, workers, result, flush=True)
     return found
@@ -241,20 +245,31 @@ def report(found: dict[str, Any], number: int, title: str) -> str:
         "",
     ]
     lines += [
-        "| | workers | samples/s | times uncached | of the list | memory of its processes, MB |",
-        "|---|---|---|---|---|---|",
+        "| | workers | samples/s | times uncached | of the list | in epoch 2 | in epochs 3 to 6 | memory, MB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     base, top = (best(found[name])[1] for name in ("DataLoader, uncached", "list in memory"))
     for name, by in found.items():
         if name in FIRST.values():
             continue
         workers, seconds, megabytes = best(by)
+        second, later = (of_list(found["list in memory"], by[workers]["epochs"], part) for part in PARTS)
         rates = sorted(number / value for value in seconds)
         cells = [name, str(workers), f"{statistics.median(rates):.0f} ({rates[0]:.0f} to {rates[-1]:.0f})"]
         lines.append(
-            "| " + " | ".join([*cells, ratios(base, seconds), ratios(top, seconds), f"{megabytes:.0f}"]) + " |"
+            "| "
+            + " | ".join([*cells, ratios(base, seconds), ratios(top, seconds), second, later, f"{megabytes:.0f}"])
+            + " |"
         )
     return "\n".join([*lines, "", first_epoch(found)])
+
+
+def of_list(by: dict[int, Any], epochs: list[list[float]], part: slice) -> str:
+    """The ratio of some of the epochs; nothing for a contender of which only one was measured."""
+    if len(epochs[0]) < EPOCHS:
+        return "-"
+    top = by[best(by)[0]]["epochs"]
+    return ratios(*([statistics.mean(round_[part]) for round_ in rounds_] for rounds_ in (top, epochs)))
 
 
 def first_epoch(found: dict[str, Any]) -> str:

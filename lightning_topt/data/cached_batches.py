@@ -19,10 +19,21 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from lightning_topt.data.cached_dataset import CachedDataset
 from lightning_topt.data.sample_cache import SampleCache
-from lightning_topt.data.sample_codec import TORCH_DTYPES, Layout, Spec, layout, layout_of, named_type
+from lightning_topt.data.sample_codec import (
+    TORCH_DTYPES,
+    Layout,
+    Parts,
+    Spec,
+    header_of,
+    joined,
+    layout_of,
+    leaves_of,
+    named_type,
+)
 
 _NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool, "complex": torch.complex128}
 _SMALL = 256  # bytes: gathered for all rows at once
+_AHEAD = 16  # new entries are verified per sample that was read from elsewhere: as many processes may be storing them
 _LOOK_AT = 16  # items of a batch, for one in memory whose layout is known
 Bytes = npt.NDArray[np.uint8]
 
@@ -79,12 +90,14 @@ def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | l
     if rows is None:
         return None
     unmapped = np.flatnonzero(~rows.fill_from(cache, items)).tolist()
+    if unmapped and cache.mapped is not None:
+        cache.mapped.verify_new(_AHEAD * len(unmapped))
     missing = [i for i in unmapped if not cache.read_into(items[i], rows.buffers(i))]
     rest = dict(zip(missing, dataset.entries([items[i] for i in missing]), strict=True))
     if all(rows.fill(i, rest[i]) if i in rest else rows.is_filled(i) for i in unmapped):
         return ReadyBatch(rows.batch())
     # Every entry was read and counted once: samples of different sizes cost no second reading.
-    return [dataset.sample(item, rest[i] if i in rest else rows.entry(i)) for i, item in enumerate(items)]
+    return [dataset.sample(item, joined(rest[i]) if i in rest else rows.entry(i)) for i, item in enumerate(items)]
 
 
 def _layout_in_memory(cache: SampleCache, item: int) -> Layout | None:
@@ -162,13 +175,13 @@ class BatchRows:
         """Whether what was read into a row has the layout."""
         return bool((self._head[row] == self._expected).all())
 
-    def fill(self, row: int, entry: Any) -> bool:
-        """Copy an entry into a row; False where it has another layout."""
-        if layout(entry).header != self.known.header:
+    def fill(self, row: int, parts: Parts) -> bool:
+        """Copy an entry, given as buffers, into a row; False where it has another layout."""
+        if header_of(parts[0]) != self.known.header:
             return False
-        view = np.frombuffer(entry, np.uint8)
-        for rows, leaf in zip(self._bytes, self.known.leaves, strict=True):
-            rows[row] = view[leaf.start : leaf.start + leaf.nbytes]
+        for rows, leaf, view in zip(self._bytes, self.known.leaves, leaves_of(parts, self.known), strict=True):
+            if leaf.nbytes:
+                rows[row] = np.frombuffer(view, np.uint8)
         return True
 
     def batch(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,10 @@ from lightning_topt.data.determinism import (
 from lightning_topt.data.sample_cache import SampleCache
 from lightning_topt.data.sample_codec import Parts, UnsupportedSample, decode, encode
 
-FIRST_CHECKS, CHECK_EVERY = 16, 512  # misses that are drawn twice: the first ones of a process, then one in so many
+FIRST_CHECKS, CHECK_EVERY = (
+    16,
+    512,
+)  # misses that are drawn twice: the first ones of a job, then one in so many of a process
 
 
 class CachedDataset(Dataset[Any]):
@@ -32,7 +34,7 @@ class CachedDataset(Dataset[Any]):
     def __init__(self, dataset: Any, cache: SampleCache) -> None:
         self.dataset, self.cache = dataset, cache
         self.is_marked = marked_method(dataset) is not None
-        self._misses, self._process = 0, os.getpid()
+        self._misses = 0
         if self.is_marked:
             put_cache_before(dataset, self.load)
 
@@ -76,12 +78,12 @@ class CachedDataset(Dataset[Any]):
         item = self.item(index)
         return self._sample(item, self.cache.get(item), original)
 
-    def entries(self, items: Sequence[int]) -> list[Any]:
-        """Entries (see `sample_codec`) of several items, from the cache or the source; for data sets without a mark."""
+    def entries(self, items: Sequence[int]) -> list[Parts]:
+        """Entries (see `sample_codec`) of several items, from the cache (in one piece) or the source; without a mark."""
         found = self.cache.get_many(items)
         original = self.dataset.__getitem__
         return [
-            bytearray(b"".join(map(bytes, self._store(item, original(item), original)))) if entry is None else entry
+            self._store(item, original(item), original) if entry is None else [entry]
             for item, entry in zip(items, found, strict=True)
         ]
 
@@ -107,10 +109,8 @@ class CachedDataset(Dataset[Any]):
 
     def _check(self, item: int, parts: Parts, original: Callable[[int], Any]) -> None:
         """Draw a second time under other random states, and compare byte by byte."""
-        if self._process != os.getpid():
-            self._process, self._misses = os.getpid(), 0
         self._misses += 1
-        if self._misses > FIRST_CHECKS and self._misses % CHECK_EVERY:
+        if self._misses % CHECK_EVERY and self.cache.num_misses() > FIRST_CHECKS:
             return
         with other_randomness(7919 * self._misses + item):
             again = encode(original(item))

@@ -16,11 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from lightning_topt.data.sample_codec import header_of
 from lightning_topt.data.segment_store import STORED, SegmentStore, checksum
 from lightning_topt.data.store_file import BYTES_MASK, PAGE, RECORD
 
-UNKNOWN, NONE = 0, -1  # numbers of headers: of an entry that was not looked at yet, and one that no entry has
+# Numbers of headers count from 1. Of entries: not looked at yet, and one with a header beyond the numbers. Of headers: no number.
+UNKNOWN, UNNUMBERED, NO_NUMBER = 0, -1, -2
 _MOST_HEADERS = (1 << 15) - 1
+_WINDOW = 4096  # items
+HEAD_BYTES = 4096  # of an entry are looked at for its header
 
 
 class MappedEntries:
@@ -43,6 +47,7 @@ class MappedEntries:
         self._records: npt.NDArray[np.uint64] = index.view("<u8").reshape(-1, 4)
         self._headers = np.zeros(file.num_items, np.int16)  # by item: the number of its header, once verified
         self._numbers: dict[bytes, int] = {}
+        self._next = 0  # item, for `verify_new`
 
     def find(
         self, items: Sequence[int], *, header: bytes, nbytes: int
@@ -56,7 +61,7 @@ class MappedEntries:
         records, numbers = self._records[chosen], self._headers[chosen]
         states, offsets = records[:, 1], records[:, 0].astype(np.int64)
         there = (states == np.uint64(STORED << 56 | nbytes)) & (offsets + nbytes <= len(self._bytes))
-        unknown = numbers == UNKNOWN
+        unknown = numbers <= UNKNOWN
         return np.where(there & ((numbers == self._number(header)) | unknown), offsets, 0), there & unknown
 
     def verify(self, item: int, *, header: bytes) -> bool:
@@ -70,14 +75,35 @@ class MappedEntries:
             return False
         self._store.set_verified(item)
         own = entry[: len(header)].tobytes()
-        self._headers[item] = self._number(header) if own == header else self._numbers.get(own, UNKNOWN)
+        self._headers[item] = max(self._number(own), UNNUMBERED) if own == header else self._numbers.get(own, UNKNOWN)
         return own == header
+
+    def verify_new(self, limit: int) -> None:
+        """Verify up to `limit` entries that were stored lately, among the next `_WINDOW` items in turn.
+
+        What a process fills a cache with, it and its siblings then need not verify when they read it.
+        """
+        window = slice(self._next, self._next + _WINDOW)
+        stored = self._records[window, 1] >> np.uint64(56) == np.uint64(STORED)
+        found = np.flatnonzero(stored & (self._headers[window] == UNKNOWN))[:limit] + self._next
+        if len(found) < limit:
+            self._next = 0 if window.stop >= len(self._records) else window.stop
+        for item in found.tolist():
+            offset, nbytes = int(self._records[item, 0]), int(self._records[item, 1] & BYTES_MASK)
+            if offset + nbytes > len(self._bytes):
+                continue  # the record is damaged, which is found out elsewhere
+            try:
+                header = header_of(self._bytes[offset : offset + min(nbytes, HEAD_BYTES)])
+            except ValueError:
+                self._headers[item] = UNNUMBERED  # longer, or damaged: verified when it is read
+                continue
+            self.verify(item, header=len(header).to_bytes(4, "little") + header)
 
     def _number(self, header: bytes) -> int:
         number = self._numbers.get(header, 0)
         if not number:
             if len(self._numbers) >= _MOST_HEADERS:
-                return NONE
+                return NO_NUMBER
             number = self._numbers[header] = len(self._numbers) + 1
         return number
 

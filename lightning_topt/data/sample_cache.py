@@ -19,15 +19,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
-from lightning_topt.data.mapped_entries import MappedEntries
+from lightning_topt.data.mapped_entries import HEAD_BYTES, MappedEntries
 from lightning_topt.data.memory_file import available_bytes, open_shared
-from lightning_topt.data.sample_codec import Parts, header_of
+from lightning_topt.data.sample_codec import Parts, header_of, size_of
 from lightning_topt.data.segment_store import SegmentStore, checksum
 from lightning_topt.data.store_file import StoreFile, locked
 
 COUNTERS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged", "stored")
 MEMORY_HITS, DISK_HITS, PEER_HITS, MISSES, DAMAGED, STORED = range(len(COUNTERS))
-HEAD_BYTES = 4096  # of an entry are looked at for its header
 _ROWS = 257  # of counters: one for the main process and for each of 256 workers
 
 
@@ -207,8 +206,10 @@ class SampleCache:
         if self.peers is not None and not self.peers.is_own(item):
             self.peers.push(item, parts)
             return
-        stored, digest = False, checksum(parts, item=item)
-        for tier in self.tiers:
+        nbytes, stored = size_of(parts), False
+        tiers = [tier for tier in self.tiers if tier.may_take(item, nbytes)]
+        digest = checksum(parts, item=item) if tiers else None
+        for tier in tiers:
             stored |= tier.write(item, parts, digest=digest)
         self._count(STORED, stored)
 
@@ -229,6 +230,10 @@ class SampleCache:
         if number:
             worker = get_worker_info()
             self._counters[0 if worker is None else 1 + worker.id % (_ROWS - 1), what] += int(number)
+
+    def num_misses(self) -> int:
+        """Of this job, all its worker processes together, since the last reset."""
+        return int(self._counters[:, MISSES].sum())
 
     def count_memory_hits(self, number: int) -> None:
         """Of entries that were read through `mapped`."""

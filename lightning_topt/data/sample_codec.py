@@ -89,6 +89,24 @@ def encode(sample: Any) -> Parts:
     return parts
 
 
+def joined(parts: Parts) -> Any:
+    """An entry in one piece, writable."""
+    return parts[0] if len(parts) == 1 else bytearray(b"".join(map(memoryview, parts)))
+
+
+def leaves_of(parts: Parts, known: Layout) -> list[Any]:
+    """The leaves of an entry with this layout: in one piece, or as `encode` gives it."""
+    if len(parts) == 1:
+        view = memoryview(parts[0]).cast("B")
+        return [view[leaf.start : leaf.start + leaf.nbytes] for leaf in known.leaves]
+    leaves, rest = [], iter(parts[1:])
+    for leaf in known.leaves:
+        leaves.append(next(rest))
+        if leaf.nbytes % ALIGNMENT:
+            next(rest)  # padding
+    return leaves
+
+
 def size_of(parts: Parts) -> int:
     """Bytes of an entry."""
     return sum(len(part) for part in parts)

@@ -174,9 +174,13 @@ class SegmentStore:
             return False
         return True
 
+    def may_take(self, item: int, nbytes: int) -> bool:
+        """Whether `write` is worth trying: False where an entry of so many bytes has found no room before."""
+        return nbytes < self._refused_bytes or self._record(item)[0] != EMPTY
+
     def _claim(self, item: int, nbytes: int) -> int | None:
         """Where to write; None where the entry is there already or has no room."""
-        if nbytes >= self._refused_bytes and self._record(item)[0] == EMPTY:
+        if not self.may_take(item, nbytes):
             return None
         with locked(self.file.lock):
             state, offset, reserved, _ = self._record(item)

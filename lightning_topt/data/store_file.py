@@ -154,10 +154,13 @@ class StoreFile:
 
     def _reserve(self, start: int, goal: int, *, at_least: int) -> int:
         """Reserve up to `goal`, or to `at_least` where there is no more: what is written later then has its room."""
-        if self.available is not None and self.available() < goal - start:
-            goal = at_least
+        if self.available is not None:
+            # Memory is taken when it is written; to have it filled with zeros before would cost as much again.
             if self.available() < goal - start:
-                raise MemoryError("no memory is left")
+                goal = at_least
+                if self.available() < goal - start:
+                    raise MemoryError("no memory is left")
+            return goal
         try:
             os.posix_fallocate(self.descriptor, start, goal - start)
         except OSError:

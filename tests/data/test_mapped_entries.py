@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from lightning_topt.data import mapped_entries
 from lightning_topt.data.cached_batches import BatchDataset
 from lightning_topt.data.cached_dataset import CachedDataset
 from lightning_topt.data.mapped_entries import MappedEntries
@@ -166,3 +167,37 @@ def test_find_says_where_and_copy_copies(cache):
     assert target.tobytes() == bytes(cache.get(2))
     mapped.close()
     mapped.close()
+
+
+def test_new_entries_are_verified_ahead_and_damaged_ones_are_not(cache):
+    samples = Samples()
+    batches = filled(cache, samples)
+    where = cache.memory.locate(3)
+    os.pwrite(where.descriptor, b"!", where.offset + where.nbytes - 40)
+    cache.mapped.verify_new(4)
+    assert [cache.memory.is_verified(item) for item in range(ITEMS)] == [True] * 3 + [False] * 9
+    cache.mapped.verify_new(ITEMS)
+    assert [cache.memory.is_verified(item) for item in range(ITEMS)] == [item != 3 for item in range(ITEMS)]
+    batch = batches.__getitems__(list(range(ITEMS))).batch
+    assert equal(batch, expected(samples, range(ITEMS)))
+    assert cache.statistics().damaged == 1
+
+
+def test_samples_of_equal_size_with_more_layouts_than_there_are_numbers(cache, monkeypatch):
+    """Shapes (30, 5) and (5, 30) have as many bytes; neither may be taken for the other where layouts have no numbers left."""
+    monkeypatch.setattr(mapped_entries, "_MOST_HEADERS", 1)
+
+    class Turned(Samples):
+        def __getitem__(self, index):
+            x = super().__getitem__(index)["x"]
+            return {"x": [x, x.view(6, 25), x.view(5, 30)][index % 3].contiguous(), "y": index}
+
+    samples = Turned()
+    batches = filled(cache, samples)
+    for _ in range(2):
+        for start in range(3):
+            items = list(range(start, ITEMS, 3))
+            assert equal(batches.__getitems__(items).batch, expected(samples, items))
+        mixed = batches.__getitems__(list(range(ITEMS)))
+        assert all(equal_samples(one, samples[item]) for item, one in enumerate(mixed))
+        cache.mapped.verify_new(ITEMS)

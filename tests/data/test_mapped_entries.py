@@ -198,6 +198,6 @@ def test_samples_of_equal_size_with_more_layouts_than_there_are_numbers(cache, m
         for start in range(3):
             items = list(range(start, ITEMS, 3))
             assert equal(batches.__getitems__(items).batch, expected(samples, items))
-        mixed = batches.__getitems__(list(range(ITEMS)))
-        assert all(equal_samples(one, samples[item]) for item, one in enumerate(mixed))
+            mixed = [*range(start, ITEMS), *range(start)]
+            assert all(map(equal_samples, batches.__getitems__(mixed), [samples[item] for item in mixed]))
         cache.mapped.verify_new(ITEMS)

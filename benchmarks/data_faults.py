@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import RESULTS, machine
-from lightning_topt.data.sample_cache import SampleCache
-from lightning_topt.data.sample_codec import decode, encode, size_of
+from lightning_topt.data.cache.sample_cache import SampleCache
+from lightning_topt.data.cache.sample_codec import decode, encode, size_of
 
 ITEMS, ELEMENTS = 200, 8000
 FORK = multiprocessing.get_context("fork")

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from benchmarks.common import RESULTS, machine
 from benchmarks.data_sources import HttpFiles, make_files, requests_of
 from benchmarks.lab import Lab, LabError, end_on_signals, sent_bytes
-from lightning_topt.data.partition import owners
+from lightning_topt.data.peers.partition import owners
 from lightning_topt.plugins.cache_partition import CachePartition
 from lightning_topt.plugins.cached_data import CachedDataModule
 

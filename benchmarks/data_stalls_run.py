@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.data_sources import CLASSES, HttpFiles
 from lightning_topt.cli.stalls import QUIET, measure, serving
-from lightning_topt.data.stall_loop import Watched, loader_over
-from lightning_topt.data.stall_measurement import MeasurementOptions
+from lightning_topt.data.stalls.loop import Watched, loader_over
+from lightning_topt.data.stalls.measurement import MeasurementOptions
 from lightning_topt.plugins.measured_cache import MeasuredCache
 
 BATCH, PORT, CONNECTIONS = 32, 8000, 32

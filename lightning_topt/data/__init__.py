@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_topt.data.cached_dataset import CachedDataset
-    from lightning_topt.data.determinism import NotDeterministicError, deterministic
-    from lightning_topt.data.sample_cache import CacheStatistics, RefusedCacheError, SampleCache
-    from lightning_topt.data.sample_codec import UnsupportedSample, register_sample_type
+    from lightning_topt.data.cache.cached_dataset import CachedDataset
+    from lightning_topt.data.cache.determinism import NotDeterministicError, deterministic
+    from lightning_topt.data.cache.sample_cache import CacheStatistics, RefusedCacheError, SampleCache
+    from lightning_topt.data.cache.sample_codec import UnsupportedSample, register_sample_type
 
 __all__ = [
     "CacheStatistics",
@@ -25,14 +25,14 @@ __all__ = [
     "register_sample_type",
 ]
 _HOMES = {
-    "CachedDataset": "cached_dataset",
-    "NotDeterministicError": "determinism",
-    "deterministic": "determinism",
-    "CacheStatistics": "sample_cache",
-    "RefusedCacheError": "sample_cache",
-    "SampleCache": "sample_cache",
-    "UnsupportedSample": "sample_codec",
-    "register_sample_type": "sample_codec",
+    "CachedDataset": "cache.cached_dataset",
+    "NotDeterministicError": "cache.determinism",
+    "deterministic": "cache.determinism",
+    "CacheStatistics": "cache.sample_cache",
+    "RefusedCacheError": "cache.sample_cache",
+    "SampleCache": "cache.sample_cache",
+    "UnsupportedSample": "cache.sample_codec",
+    "register_sample_type": "cache.sample_codec",
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_topt.data.sample_cache import CacheStatistics
+from lightning_topt.data.cache.sample_cache import CacheStatistics
 
 COUNTS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged")
 

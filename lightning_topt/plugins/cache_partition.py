@@ -11,11 +11,11 @@ import lightning.pytorch as pl
 import psutil
 import torch.distributed as dist
 
-from lightning_topt.data.peer_channel import own_address
-from lightning_topt.data.peer_client import Peers
-from lightning_topt.data.peer_prefetch import PrefetchingPeers
-from lightning_topt.data.peer_server import PeerServer
-from lightning_topt.data.sample_cache import SampleCache
+from lightning_topt.data.cache.sample_cache import SampleCache
+from lightning_topt.data.peers.channel import own_address
+from lightning_topt.data.peers.client import Peers
+from lightning_topt.data.peers.prefetch import PrefetchingPeers
+from lightning_topt.data.peers.server import PeerServer
 
 SECRET_BYTES = 32
 IPV4, IPV6 = 2, 10  # address families, as psutil numbers them on Linux

@@ -10,13 +10,13 @@ import lightning.pytorch as pl
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate
 from typing_extensions import override
 
-from lightning_topt.data.cached_batches import BatchDataset, collate
-from lightning_topt.data.cached_dataset import CachedDataset
-from lightning_topt.data.determinism import marked_method
-from lightning_topt.data.fingerprint import fingerprint
-from lightning_topt.data.lookahead import Lookahead
-from lightning_topt.data.resumable_loader import make_resumable
-from lightning_topt.data.sample_cache import CacheStatistics, SampleCache
+from lightning_topt.data.cache.cached_batches import BatchDataset, collate
+from lightning_topt.data.cache.cached_dataset import CachedDataset
+from lightning_topt.data.cache.determinism import marked_method
+from lightning_topt.data.cache.fingerprint import fingerprint
+from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
+from lightning_topt.data.loading.lookahead import Lookahead
+from lightning_topt.data.loading.resumable import make_resumable
 from lightning_topt.plugins.cache_partition import CachePartition, PartitionedCache, open_partitioned
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_topt.data.stall_loop import loader_over
+from lightning_topt.data.stalls.loop import loader_over
 from lightning_topt.plugins.cached_data import CachedDataModule
 
 
@@ -26,7 +26,7 @@ class _Given(pl.LightningDataModule):
 
 
 class MeasuredCache:
-    """A `CacheUnderTest` (see `stall_measurement`) of `memory_bytes`, as long as the context lasts.
+    """A `CacheUnderTest` (see `data.stalls.measurement`) of `memory_bytes`, as long as the context lasts.
 
     A data set that marks its deterministic part is changed by it for good: measure the source first.
     """

@@ -11,7 +11,8 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_topt.data.loader_tuning import (
+from lightning_topt.data.loading.resumable import ResumableLoader
+from lightning_topt.data.loading.tuning import (
     AUTO,
     Auto,
     LoaderChoice,
@@ -19,7 +20,6 @@ from lightning_topt.data.loader_tuning import (
     memory_for_waiting,
     tune_loader,
 )
-from lightning_topt.data.resumable_loader import ResumableLoader
 from lightning_topt.plugins.cached_data import TRAIN, replace_argument
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 

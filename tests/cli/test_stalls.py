@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_topt.cli.stalls import QUIET, measure, serving
-from lightning_topt.data.stall_measurement import MeasurementOptions
+from lightning_topt.data.stalls.measurement import MeasurementOptions
 from tests.cli.test_main import finished, topt
 
 

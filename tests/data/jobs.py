@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_topt.data.coordinated import CoordinatedLoader
-from lightning_topt.data.coordinated_worker import Preparation
+from lightning_topt.data.coordinated.loader import CoordinatedLoader
+from lightning_topt.data.coordinated.worker import Preparation
 
 CONTEXT = mp.get_context("fork")
 NUM_SAMPLES, BATCH_SIZE, SEED = 24, 2, 7
@@ -187,7 +187,7 @@ def coordinators() -> list[int]:
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if "lightning_topt.data.coordinator" in Path(f"/proc/{pid}/cmdline").read_text():
+            if "lightning_topt.data.coordinated.coordinator" in Path(f"/proc/{pid}/cmdline").read_text():
                 found.append(int(pid))
         except OSError:
             continue

@@ -13,10 +13,10 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_topt import data
-from lightning_topt.data.cached_batches import BatchDataset, ReadyBatch, collate
-from lightning_topt.data.cached_dataset import CachedDataset
-from lightning_topt.data.determinism import NotDeterministicError, deterministic, marked_method, other_randomness
-from lightning_topt.data.sample_cache import RefusedCacheError, SampleCache
+from lightning_topt.data.cache.cached_batches import BatchDataset, ReadyBatch, collate
+from lightning_topt.data.cache.cached_dataset import CachedDataset
+from lightning_topt.data.cache.determinism import NotDeterministicError, deterministic, marked_method, other_randomness
+from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
 
 ITEMS = 40
 MEMORY = {"memory_bytes": 1 << 22, "disk_bytes": 0}

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from torch.utils.data import default_collate
 
-from lightning_topt.data import sample_codec
-from lightning_topt.data.coordinated import CoordinationRefused
-from lightning_topt.data.coordinator_link import is_supported
+from lightning_topt.data.cache import sample_codec
+from lightning_topt.data.coordinated.link import is_supported
+from lightning_topt.data.coordinated.loader import CoordinationRefused
 from tests.data.jobs import (
     CONTEXT,
     NUM_BATCHES,

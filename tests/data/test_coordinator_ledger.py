@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_topt.data.coordinator_ledger import Ledger
+from lightning_topt.data.coordinated.ledger import Ledger
 
 MEMORY = 10_000
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_topt.data.cached_dataset import CachedDataset
-from lightning_topt.data.determinism import deterministic
-from lightning_topt.data.fingerprint import UnnamableError, fingerprint
-from lightning_topt.data.fingerprint import _version as version
-from lightning_topt.data.sample_cache import SampleCache
+from lightning_topt.data.cache.cached_dataset import CachedDataset
+from lightning_topt.data.cache.determinism import deterministic
+from lightning_topt.data.cache.fingerprint import UnnamableError, fingerprint
+from lightning_topt.data.cache.fingerprint import _version as version
+from lightning_topt.data.cache.sample_cache import SampleCache
 
 CODE = """
 import functools
@@ -106,7 +106,7 @@ def test_randomness_is_no_part_of_it():
 def test_equal_in_another_process_with_another_hash_seed(tmp_path):
     (tmp_path / "users_module.py").write_text(CODE.format(factor=2, constant=5, added=1))
     code = (
-        "import users_module, torch\nfrom lightning_topt.data.fingerprint import fingerprint\n"
+        "import users_module, torch\nfrom lightning_topt.data.cache.fingerprint import fingerprint\n"
         "print(fingerprint(users_module.Data([{'x', 'y', 'z'}, frozenset('abcdef'), torch.nn.Linear])))"
     )
     names = set()

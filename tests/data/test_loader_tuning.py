@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lightning_topt.data import loader_trials, loader_tuning
-from lightning_topt.data.loader_trials import LoaderTrials, Preparation, TrialLoader, nbytes, prepare
-from lightning_topt.data.loader_tuning import (
+from lightning_topt.data.loading import trials as loader_trials
+from lightning_topt.data.loading import tuning as loader_tuning
+from lightning_topt.data.loading.trials import LoaderTrials, Preparation, TrialLoader, nbytes, prepare
+from lightning_topt.data.loading.tuning import (
     choose_prefetch_factor,
     cores_per_rank,
     find_num_workers,
     memory_for_waiting,
     tune_loader,
 )
-from lightning_topt.data.stall_loop import LoopTimes
+from lightning_topt.data.stalls.loop import LoopTimes
 
 
 class Trials:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from lightning_topt.data import mapped_entries
-from lightning_topt.data.cached_batches import BatchDataset
-from lightning_topt.data.cached_dataset import CachedDataset
-from lightning_topt.data.mapped_entries import MappedEntries
-from lightning_topt.data.sample_cache import SampleCache
-from lightning_topt.data.sample_codec import encode, layout, size_of
+from lightning_topt.data.cache import mapped_entries
+from lightning_topt.data.cache.cached_batches import BatchDataset
+from lightning_topt.data.cache.cached_dataset import CachedDataset
+from lightning_topt.data.cache.mapped_entries import MappedEntries
+from lightning_topt.data.cache.sample_cache import SampleCache
+from lightning_topt.data.cache.sample_codec import encode, layout, size_of
 
 ITEMS = 12
 

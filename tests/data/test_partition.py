@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_topt.data.partition import _mixed, owners
-from lightning_topt.data.peer_server import PeerServer
-from lightning_topt.data.sample_cache import SampleCache
-from lightning_topt.data.sample_codec import decode, encode, size_of
+from lightning_topt.data.cache.sample_cache import SampleCache
+from lightning_topt.data.cache.sample_codec import decode, encode, size_of
+from lightning_topt.data.peers.partition import _mixed, owners
+from lightning_topt.data.peers.server import PeerServer
 from tests.data.test_peers import HERE, ITEMS, SECRET, client, owned
 
 SIZES = [(0, 3), (1, 4), (7, 1), (10, 64), (999, 2), (1000, 7), (4096, 64)]

@@ -10,11 +10,11 @@ import time
 import pytest
 from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler, Sampler, SequentialSampler, Subset
 
-from lightning_topt.data.cached_dataset import CachedDataset
-from lightning_topt.data.lookahead import Lookahead, can_look_ahead
-from lightning_topt.data.peer_prefetch import PrefetchingPeers
-from lightning_topt.data.resumable_loader import ResumableLoader
-from lightning_topt.data.sample_cache import SampleCache
+from lightning_topt.data.cache.cached_dataset import CachedDataset
+from lightning_topt.data.cache.sample_cache import SampleCache
+from lightning_topt.data.loading.lookahead import Lookahead, can_look_ahead
+from lightning_topt.data.loading.resumable import ResumableLoader
+from lightning_topt.data.peers.prefetch import PrefetchingPeers
 
 SECONDS = 5  # for what happens in a thread
 

@@ -19,19 +19,26 @@ from pathlib import Path
 import pytest
 
 import lightning_topt
-from lightning_topt.data import peer_server
-from lightning_topt.data.peer_channel import PeerError, connect, own_address
-from lightning_topt.data.peer_client import Peers
-from lightning_topt.data.peer_protocol import ENTRY, MAGIC, OFFER, REQUEST, PeerLimits
-from lightning_topt.data.peer_server import BOOT, PeerServer
-from lightning_topt.data.segment_store import checksum
+from lightning_topt.data.cache.segment_store import checksum
+from lightning_topt.data.peers import server as peer_server
+from lightning_topt.data.peers.channel import PeerError, connect, own_address
+from lightning_topt.data.peers.client import Peers
+from lightning_topt.data.peers.protocol import ENTRY, MAGIC, OFFER, REQUEST, PeerLimits
+from lightning_topt.data.peers.server import BOOT, PeerServer
 from tests.data.test_peer_faults import THEIRS, friend, hung_up, is_well, pair, soon, until
 from tests.data.test_peers import HERE, ITEMS, SECRET, Node, client, nodes, payload, plain
 
 FORK = multiprocessing.get_context("fork")
 __all__ = ["nodes", "pair"]  # fixtures
 # All that the process has of this package:
-NAMES = ["memory_file", "peer_channel", "peer_protocol", "peer_service", "segment_store", "store_file"]
+NAMES = [
+    "cache.memory_file",
+    "cache.segment_store",
+    "cache.store_file",
+    "peers.channel",
+    "peers.protocol",
+    "peers.service",
+]
 
 
 def test_strangers_who_say_nothing_are_thrown_out_and_disturb_nobody(pair):
@@ -202,7 +209,7 @@ def test_a_forked_process_neither_ends_it_nor_keeps_it(pair):
 
 
 def test_it_ends_although_it_hangs_when_it_is_closed(pair, monkeypatch):
-    monkeypatch.setattr("lightning_topt.data.peer_server.END_SECONDS", 0.1)
+    monkeypatch.setattr("lightning_topt.data.peers.server.END_SECONDS", 0.1)
     os.kill(pair[1].server.process.pid, signal.SIGSTOP)
     pair[1].server.close()
     pair[1].server.close()
@@ -222,9 +229,10 @@ def test_it_imports_neither_torch_nor_what_could_unpickle(pair):
     modules = json.loads(run.stdout)
     assert not {"torch", "lightning", "multiprocessing", "asyncio"} & set(modules)
     prefix = "lightning_topt.data."
-    assert [name.removeprefix(prefix) for name in modules if name.startswith(prefix)] == NAMES
+    folders = {f"{prefix}cache", f"{prefix}peers"}
+    assert [n.removeprefix(prefix) for n in modules if n.startswith(prefix) and n not in folders] == NAMES
     for name in NAMES:
-        tree = ast.parse((package / "data" / f"{name}.py").read_text())
+        tree = ast.parse((package / "data" / f"{name.replace('.', '/')}.py").read_text())
         named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         named |= {part for node in ast.walk(tree) if isinstance(node, ast.Import) for part in [node.names[0].name]}
         assert not named & {"pickle", "marshal", "shelve", "eval", "exec", "compile", "__import__"}

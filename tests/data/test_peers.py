@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_topt.data import peer_client, peer_push
-from lightning_topt.data.partition import owners
-from lightning_topt.data.peer_client import Peers
-from lightning_topt.data.peer_protocol import PeerLimits
-from lightning_topt.data.peer_server import PeerServer
-from lightning_topt.data.segment_store import SegmentStore
-from lightning_topt.data.store_file import StoreFile
+from lightning_topt.data.cache.segment_store import SegmentStore
+from lightning_topt.data.cache.store_file import StoreFile
+from lightning_topt.data.peers import client as peer_client
+from lightning_topt.data.peers import push as peer_push
+from lightning_topt.data.peers.client import Peers
+from lightning_topt.data.peers.partition import owners
+from lightning_topt.data.peers.protocol import PeerLimits
+from lightning_topt.data.peers.server import PeerServer
 
 ITEMS, SEED, SECRET = 90, 3, bytes(range(32))
 HERE = "127.0.0.1"

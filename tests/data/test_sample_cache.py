@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_topt.data.memory_file import MemoryUnavailable, available_bytes, open_shared
-from lightning_topt.data.sample_cache import RefusedCacheError, SampleCache
-from lightning_topt.data.sample_codec import decode, encode, size_of
+from lightning_topt.data.cache.memory_file import MemoryUnavailable, available_bytes, open_shared
+from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
+from lightning_topt.data.cache.sample_codec import decode, encode, size_of
 
 ITEMS = 50
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_topt.data.sample_codec import (
+from lightning_topt.data.cache.sample_codec import (
     ALIGNMENT,
     UnsupportedSample,
     _record_types,

@@ -12,9 +12,9 @@ import time
 import numpy as np
 import pytest
 
-from lightning_topt.data import store_file
-from lightning_topt.data.segment_store import CLAIMED, SegmentStore, checksum
-from lightning_topt.data.store_file import PAGE, RECORD, LockTimeout, StoreFile, locked
+from lightning_topt.data.cache import store_file
+from lightning_topt.data.cache.segment_store import CLAIMED, SegmentStore, checksum
+from lightning_topt.data.cache.store_file import PAGE, RECORD, LockTimeout, StoreFile, locked
 
 ITEMS = 40
 FORK = multiprocessing.get_context("fork")

@@ -9,14 +9,14 @@ from math import inf
 import numpy as np
 import pytest
 
-from lightning_topt.data.stall_advice import (
+from lightning_topt.data.stalls.advice import (
     best_num_workers,
     least_cache,
     least_useful_share,
     split_stalls,
     what_if,
 )
-from lightning_topt.data.stall_model import SetUp, StallCosts, batch_seconds, bounds, samples_per_second
+from lightning_topt.data.stalls.model import SetUp, StallCosts, batch_seconds, bounds, samples_per_second
 
 COSTS = StallCosts(
     batch_size=32,

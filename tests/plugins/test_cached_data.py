@@ -11,7 +11,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, random_split
 
-from lightning_topt.data.determinism import NotDeterministicError, deterministic
+from lightning_topt.data.cache.determinism import NotDeterministicError, deterministic
 from lightning_topt.plugins.cached_data import CachedDataModule
 from tests.plugins.trainer_ranks import on_ranks
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from lightning_topt.data.partition import owners
+from lightning_topt.data.peers.partition import owners
 from lightning_topt.plugins.cache_partition import CachePartition
 from lightning_topt.plugins.cached_data import CachedDataModule
 from tests.launch import run_ranks

@@ -1,0 +1,253 @@
+"""Batches read from the cache straight into their final place, as torch's `default_collate` would stack them.
+
+For samples of equal layout (the header of their entries is the same) a batch is one tensor per leaf, and every entry is read
+piece by piece into its rows: no tensor per sample, no copy but the one from the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+from lightning_topt.data.cache.cached_dataset import CachedDataset
+from lightning_topt.data.cache.sample_cache import SampleCache
+from lightning_topt.data.cache.sample_codec import (
+    TORCH_DTYPES,
+    Layout,
+    Parts,
+    Spec,
+    header_of,
+    joined,
+    layout_of,
+    leaves_of,
+    named_type,
+)
+
+_NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool, "complex": torch.complex128}
+_SMALL = 256  # bytes: gathered for all rows at once
+_AHEAD = 16  # new entries are verified per sample that was read from elsewhere: as many processes may be storing them
+_LOOK_AT = 16  # items of a batch, for one in memory whose layout is known
+Bytes = npt.NDArray[np.uint8]
+
+
+class ReadyBatch:
+    """A batch that needs no collating."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+
+class BatchDataset(Dataset[Any]):
+    """A `CachedDataset` whose ``__getitems__`` gives ready batches where it can; for a loader with `collate` below."""
+
+    def __init__(self, dataset: CachedDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """A `ReadyBatch`, or a list of samples."""
+        batch = None if self.dataset.is_marked or not indices else read_batch(self.dataset, indices)
+        if batch is None:
+            return self.dataset.__getitems__(indices)
+        if get_worker_info() is not None:  # as in `CachedDataset`
+            self.dataset.cache.flush()
+        return batch
+
+
+def collate(samples: Any) -> Any:
+    """`default_collate` for what is not collated yet."""
+    return samples.batch if isinstance(samples, ReadyBatch) else default_collate(samples)
+
+
+def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | list[Any] | None:
+    """The batch of `indices`, or its samples where they have not all the same layout; None: nothing was read.
+
+    That is where none of the first entries is in memory, or torch would not stack it. Entries that are not in this node's
+    memory come as by `CachedDataset`.
+    """
+    cache, items = dataset.cache, [dataset.item(index) for index in indices]
+    # Of a partitioned cache the first item may well be another node's.
+    known = next(filter(None, (_layout_in_memory(cache, item) for item in items[:_LOOK_AT])), None)
+    rows = None if known is None else BatchRows.of(known, len(items))
+    if rows is None:
+        return None
+    unmapped = np.flatnonzero(~rows.fill_from(cache, items)).tolist()
+    if unmapped and cache.mapped is not None:
+        cache.mapped.verify_new(_AHEAD * len(unmapped))
+    missing = [i for i in unmapped if not cache.read_into(items[i], rows.buffers(i))]
+    rest = dict(zip(missing, dataset.entries([items[i] for i in missing]), strict=True))
+    if all(rows.fill(i, rest[i]) if i in rest else rows.is_filled(i) for i in unmapped):
+        return ReadyBatch(rows.batch())
+    # Every entry was read and counted once: samples of different sizes cost no second reading.
+    return [dataset.sample(item, joined(rest[i]) if i in rest else rows.entry(i)) for i, item in enumerate(items)]
+
+
+def _layout_in_memory(cache: SampleCache, item: int) -> Layout | None:
+    header, where = cache.peek(item), None if cache.memory is None else cache.memory.locate(item)
+    if header is None or where is None:
+        return None
+    try:
+        known = layout_of(header)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None  # it is damaged, which is dealt with where all of the entry is read
+    return known if known.nbytes == where.nbytes else None
+
+
+class BatchRows:
+    """The tensors of a batch of `size` entries of one layout, to be filled row by row."""
+
+    def __init__(self, known: Layout, size: int) -> None:
+        self.known, self.size = known, size
+        self.tensors = [_empty((size, *_shape(leaf.spec)), _dtype(leaf.spec)) for leaf in known.leaves]
+        self._bytes = [_as_bytes(tensor, size) for tensor in self.tensors]
+        start = known.leaves[0].start if known.leaves else known.nbytes
+        self._head = np.empty((size, start), np.uint8)
+        ends = [leaf.start for leaf in known.leaves[1:]] + [known.nbytes]
+        self._padding = [
+            np.empty((size, end - leaf.start - leaf.nbytes), np.uint8)
+            for leaf, end in zip(known.leaves, ends, strict=True)
+        ]
+        self._expected = np.frombuffer(len(known.header).to_bytes(4, "little") + known.header, np.uint8)
+
+    @staticmethod
+    def of(known: Layout, size: int) -> BatchRows | None:
+        """None where `default_collate` would not give one tensor per leaf."""
+        return BatchRows(known, size) if _is_stackable(known.header) else None
+
+    def buffers(self, row: int) -> list[Bytes]:
+        """Where the entry of one row goes, piece by piece."""
+        pieces = [self._head[row]]
+        for rows, padding in zip(self._bytes, self._padding, strict=True):
+            pieces.append(rows[row])
+            if padding.size:
+                pieces.append(padding[row])
+        return pieces
+
+    def fill_from(self, cache: SampleCache, items: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Copy all entries that the mapped memory of `cache` has; whether it had them, (size,)."""
+        if cache.mapped is None:
+            return np.zeros(self.size, np.bool_)
+        mapped, header = cache.mapped, self._expected.tobytes()
+        offsets, fresh = mapped.find(items, header=header, nbytes=self.known.nbytes)
+        leaves = list(zip(self.known.leaves, self._bytes, strict=True))
+        large = [(leaf.start, leaf.nbytes, rows.ctypes.data) for leaf, rows in leaves if leaf.nbytes > _SMALL]
+        for row in np.flatnonzero(offsets).tolist():
+            if fresh[row] and not mapped.verify(items[row], header=header):
+                offsets[row] = 0
+                continue
+            offset = int(offsets[row])
+            for start, nbytes, target in large:
+                mapped.copy(offset + start, nbytes, target + row * nbytes)
+        found: npt.NDArray[np.bool_] = offsets > 0
+        for leaf, rows in leaves:
+            if 0 < leaf.nbytes <= _SMALL:
+                rows[found] = mapped.gather(offsets[found] + leaf.start, leaf.nbytes)
+        if not found.all():  # what `entry` needs, if it comes to that
+            self._head[found] = self._expected
+            for padding in self._padding:
+                padding[found] = 0
+        cache.count_memory_hits(int(found.sum()))
+        return found
+
+    def entry(self, row: int) -> Bytes:
+        """What was read into a row, in one piece."""
+        return np.concatenate(self.buffers(row))
+
+    def is_filled(self, row: int) -> bool:
+        """Whether what was read into a row has the layout."""
+        return bool((self._head[row] == self._expected).all())
+
+    def fill(self, row: int, parts: Parts) -> bool:
+        """Copy an entry, given as buffers, into a row; False where it has another layout."""
+        if header_of(parts[0]) != self.known.header:
+            return False
+        for rows, leaf, view in zip(self._bytes, self.known.leaves, leaves_of(parts, self.known), strict=True):
+            if leaf.nbytes:
+                rows[row] = np.frombuffer(view, np.uint8)
+        return True
+
+    def batch(self) -> Any:
+        """What `default_collate` makes of the samples."""
+        return _nested(self.known.spec, iter(self.tensors))
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """In a worker in shared memory, as `default_collate` does: the training process then gets it without a copy."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+
+
+def _as_bytes(tensor: Tensor, size: int) -> Bytes:
+    if not tensor.numel():
+        return np.empty((size, 0), np.uint8)
+    flat: Bytes = tensor.view(size, -1).view(torch.uint8).numpy()
+    return flat
+
+
+def _shape(spec: Spec) -> list[int]:
+    return spec[2] if spec[0] in ("tensor", "array", "scalar") else []
+
+
+def _dtype(spec: Spec) -> torch.dtype:
+    if spec[0] == "tensor":
+        return TORCH_DTYPES[spec[1]]
+    if spec[0] in ("array", "scalar"):
+        return torch.from_numpy(np.empty(0, spec[1])).dtype
+    return _NUMBERS[spec[0]]
+
+
+@lru_cache(maxsize=1024)
+def _is_stackable(header: bytes) -> bool:
+    return _stackable(layout_of(header).spec)
+
+
+def _stackable(spec: Spec) -> bool:
+    kind = spec[0]
+    if kind in ("tensor", *_NUMBERS):
+        return bool(kind != "complex")  # which default_collate refuses
+    if kind in ("array", "scalar"):
+        try:
+            _dtype(spec)
+            native: bool = np.dtype(spec[1]).isnative
+            return native
+        except TypeError:
+            return False
+    if kind == "dict":
+        return all(_stackable(item) for _, item in spec[1])
+    if kind == "named":
+        return named_type(spec[1]) is not None and all(map(_stackable, spec[2]))
+    return kind in ("list", "tuple") and all(map(_stackable, spec[1]))
+
+
+def _nested(spec: Spec, tensors: Iterator[Tensor]) -> Any:
+    kind = spec[0]
+    if kind == "dict":
+        return {key: _nested(item, tensors) for key, item in spec[1]}
+    if kind in ("list", "tuple"):
+        return [_nested(item, tensors) for item in spec[1]]
+    if kind == "named":
+        record = named_type(spec[1])
+        assert record is not None
+        return record(*(_nested(item, tensors) for item in spec[2]))
+    return next(tensors)

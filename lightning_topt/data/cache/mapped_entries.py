@@ -1,0 +1,124 @@
+"""Entries of a memory tier, copied from where they lie straight into a batch, without a system call for each.
+
+The memory file is mapped into the process. It can never become shorter (it is sealed), so a map cannot end the process with
+SIGBUS, as that of a file on disk could.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from lightning_topt.data.cache.sample_codec import header_of
+from lightning_topt.data.cache.segment_store import STORED, SegmentStore, checksum
+from lightning_topt.data.cache.store_file import BYTES_MASK, PAGE, RECORD
+
+# Numbers of headers count from 1. Of an entry: not looked at yet; its header has no number. Of a header: none is left for it.
+UNKNOWN, UNNUMBERED, NO_NUMBER = 0, -1, -2
+_MOST_HEADERS = (1 << 15) - 1
+_WINDOW = 4096  # items
+HEAD_BYTES = 4096  # of an entry are looked at for its header
+
+
+class MappedEntries:
+    """The entries of `store`, whose file is an anonymous one in memory, as this process sees them. `close` before the file is.
+
+    An entry is verified, record and bytes, when this process first asks for it, and from then on only asked whether it is still
+    there. Raises OSError where the file cannot be mapped.
+    """
+
+    def __init__(self, store: SegmentStore) -> None:
+        self._store, file = store, store.file
+        size = file.data_start + store.capacity_bytes
+        if os.fstat(file.descriptor).st_size < size:
+            os.ftruncate(file.descriptor, size)  # takes no memory: that is reserved piece by piece, as before
+        fcntl.fcntl(file.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        self._map: mmap.mmap | None = mmap.mmap(file.descriptor, size)
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self._address: int = self._bytes.ctypes.data
+        index = self._bytes[PAGE : PAGE + RECORD.size * file.num_items]
+        self._records: npt.NDArray[np.uint64] = index.view("<u8").reshape(-1, 4)
+        self._headers = np.zeros(file.num_items, np.int16)  # by item: the number of its header, once verified
+        self._numbers: dict[bytes, int] = {}
+        self._next = 0  # item, for `verify_new`
+
+    def find(
+        self, items: Sequence[int], *, header: bytes, nbytes: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Where in the map the entries of `items` with this header and size lie, and which of them are to be verified yet.
+
+        0 for those that are not there like that; ``header`` as it stands at the beginning of an entry. Copy one that is to be
+        verified right after `verify`: then it is in the processor's cache.
+        """
+        chosen = np.asarray(items, np.int64)
+        records, numbers = self._records[chosen], self._headers[chosen]
+        states, offsets = records[:, 1], records[:, 0].astype(np.int64)
+        there = (states == np.uint64(STORED << 56 | nbytes)) & (offsets + nbytes <= len(self._bytes))
+        unknown = numbers <= UNKNOWN
+        return np.where(there & ((numbers == self._number(header)) | unknown), offsets, 0), there & unknown
+
+    def verify(self, item: int, *, header: bytes) -> bool:
+        """Whether an entry that `find` found is whole and has `header`. A damaged one is read, and found out, elsewhere."""
+        raw = self._records[item].tobytes()
+        offset, state_and_bytes, digest, check = RECORD.unpack(raw)
+        if check != xxhash.xxh3_64_intdigest(raw[:-8], seed=item):
+            return False
+        entry = self._bytes[offset : offset + (state_and_bytes & int(BYTES_MASK))]
+        if not self._store.is_verified(item) and checksum([entry], item=item) != digest:
+            return False
+        self._store.set_verified(item)
+        own = entry[: len(header)].tobytes()
+        self._headers[item] = max(self._number(own), UNNUMBERED) if own == header else self._numbers.get(own, UNKNOWN)
+        return own == header
+
+    def verify_new(self, limit: int) -> None:
+        """Verify up to `limit` entries that were stored lately, among the next `_WINDOW` items in turn.
+
+        What a process fills a cache with, it and its siblings then need not verify when they read it.
+        """
+        window = slice(self._next, self._next + _WINDOW)
+        stored = self._records[window, 1] >> np.uint64(56) == np.uint64(STORED)
+        found = np.flatnonzero(stored & (self._headers[window] == UNKNOWN))[:limit] + self._next
+        if len(found) < limit:
+            self._next = 0 if window.stop >= len(self._records) else window.stop
+        for item in found.tolist():
+            offset, nbytes = int(self._records[item, 0]), int(self._records[item, 1] & BYTES_MASK)
+            if offset + nbytes > len(self._bytes):
+                continue  # the record is damaged, which is found out elsewhere
+            try:
+                header = header_of(self._bytes[offset : offset + min(nbytes, HEAD_BYTES)])
+            except ValueError:
+                self._headers[item] = UNNUMBERED  # longer, or damaged: verified when it is read
+                continue
+            self.verify(item, header=len(header).to_bytes(4, "little") + header)
+
+    def _number(self, header: bytes) -> int:
+        number = self._numbers.get(header, 0)
+        if not number:
+            if len(self._numbers) >= _MOST_HEADERS:
+                return NO_NUMBER
+            number = self._numbers[header] = len(self._numbers) + 1
+        return number
+
+    def copy(self, offset: int, nbytes: int, target: int) -> None:
+        """Copy bytes of the map to the address `target`."""
+        ctypes.memmove(target, self._address + offset, nbytes)
+
+    def gather(self, offsets: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.uint8]:
+        """So many bytes at each offset, (offsets, nbytes); for few bytes."""
+        gathered: npt.NDArray[np.uint8] = self._bytes[offsets[:, None] + np.arange(nbytes)]
+        return gathered
+
+    def close(self) -> None:
+        """Unmap. Twice is once."""
+        if self._map is not None:
+            del self._records, self._bytes
+            self._map.close()
+            self._map = None

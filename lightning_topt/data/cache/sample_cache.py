@@ -1,0 +1,275 @@
+"""The tiers of a cache: shared memory, then local disk, then the memory of other nodes; what is in none is a miss.
+
+The policy is MinIO's (CoorDL, arXiv 2007.06775, section 4.1): what is stored is never evicted, so an epoch misses exactly the
+items that found no room, whatever its order.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import get_worker_info
+
+from lightning_topt.data.cache.mapped_entries import HEAD_BYTES, MappedEntries
+from lightning_topt.data.cache.memory_file import available_bytes, open_shared
+from lightning_topt.data.cache.sample_codec import Parts, header_of, size_of
+from lightning_topt.data.cache.segment_store import SegmentStore, checksum
+from lightning_topt.data.cache.store_file import StoreFile, locked
+
+COUNTERS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged", "stored")
+MEMORY_HITS, DISK_HITS, PEER_HITS, MISSES, DAMAGED, STORED = range(len(COUNTERS))
+_ROWS = 257  # of counters: one for the main process and for each of 256 workers
+
+
+class RefusedCacheError(ValueError):
+    """A cache was given up, since what was stored in it cannot be reproduced."""
+
+
+class Peers(Protocol):
+    """The other nodes' part of a partitioned cache."""
+
+    def is_own(self, item: int) -> bool:
+        """Whether this node stores the item."""
+
+    def fetch(self, items: Sequence[int]) -> list[Any]:
+        """Entries of other nodes' items; None where the owner has none or does not answer in time."""
+
+    def push(self, item: int, parts: Parts) -> None:
+        """Give an entry to its owner, in the background."""
+
+    def flush(self) -> None:
+        """Wait for what was pushed, for a limited time."""
+
+    def close(self) -> None:
+        """Finish what was pushed."""
+
+
+@dataclass(frozen=True)
+class CacheStatistics:
+    """Of this job, all its worker processes together: where samples came from; what the tiers hold, in entries and bytes.
+
+    `damaged` entries were found out by their checksum, dropped and read again; `stored` ones were written by this job.
+    """
+
+    memory_hits: int
+    disk_hits: int
+    peer_hits: int
+    misses: int
+    damaged: int
+    stored: int
+    memory_items: int
+    memory_bytes: int
+    disk_items: int
+    disk_bytes: int
+
+
+class SampleCache:
+    """Entries (see `sample_codec`) of the items 0 .. `num_items` - 1, shared by all processes that open the same directory.
+
+    Args:
+        directory: on a local disk; each `fingerprint` has a folder in it, which outlives the run.
+        fingerprint: of the data and everything done to them. Caches of one fingerprint have the same items.
+        memory_bytes, disk_bytes: room for entries per node; 0: no such tier. The index adds 32 bytes per item.
+        peers: the other nodes' parts; this node then stores its own items only.
+
+    Raises ValueError where both are 0 or one is negative, RefusedCacheError where `refuse` was called for this fingerprint.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        fingerprint: str,
+        num_items: int,
+        memory_bytes: int,
+        disk_bytes: int,
+        peers: Peers | None = None,
+    ) -> None:
+        if min(memory_bytes, disk_bytes) < 0 or memory_bytes + disk_bytes == 0:
+            raise ValueError(
+                "a cache needs room: memory_bytes > 0 (shared memory) or disk_bytes > 0 (local disk); "
+                f"got {memory_bytes} and {disk_bytes}"
+            )
+        self.folder = Path(directory).expanduser().absolute() / fingerprint
+        self.num_items, self.memory_bytes, self.disk_bytes, self.peers = num_items, memory_bytes, disk_bytes, peers
+        self._counts = torch.zeros((_ROWS, len(COUNTERS)), dtype=torch.int64)
+        self._counts.share_memory_()  # type: ignore[no-untyped-call]
+        self._open_tiers()
+
+    def _open_tiers(self) -> None:
+        self._counters: npt.NDArray[np.int64] = self._counts.numpy()  # the same memory
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._refusal.exists():
+            raise RefusedCacheError(
+                f"this data set cannot be cached: {self._refusal.read_text()} (if that has changed without a change of the "
+                f"data set's code or state, remove {self.folder})"
+            )
+        self.memory = self._open_memory() if self.memory_bytes else None
+        self.mapped = None if self.memory is None else _mapped(self.memory)
+        self.disk = self._open_disk() if self.disk_bytes else None
+        self.tiers = [tier for tier in (self.memory, self.disk) if tier is not None]
+        descriptors = [tier.file.descriptor for tier in self.tiers]
+        self._finalizer = weakref.finalize(self, _close_all, descriptors)
+        self._finalizer.atexit = False
+
+    @property
+    def _refusal(self) -> Path:
+        return self.folder / "refused"
+
+    def _open_memory(self) -> SegmentStore:
+        lock = self.folder / "memory.lock"
+        with locked(lock):
+            descriptor = open_shared(self.folder / "memory")
+        file = StoreFile(descriptor, num_items=self.num_items, lock=lock, available=available_bytes)
+        return SegmentStore(file, capacity_bytes=self.memory_bytes, name="memory cache", verify_once=True)
+
+    def _open_disk(self) -> SegmentStore:
+        path = self.folder / "samples"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = StoreFile(descriptor, num_items=self.num_items, lock=self.folder / "disk.lock")
+        return SegmentStore(file, capacity_bytes=self.disk_bytes, name=f"disk cache {path}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("memory", "mapped", "disk", "tiers", "_finalizer", "_counters")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open_tiers()
+
+    def get(self, item: int) -> Any:
+        """A verified, writable buffer with the entry of `item`; None: a miss, to be read from the source and `put`."""
+        return self.get_many([item])[0]
+
+    def get_many(self, items: Sequence[int]) -> list[Any]:
+        """The same for several items; those of other nodes come in one exchange with each."""
+        entries = [self.get_local(item) for item in items]
+        peers = self.peers
+        if peers is not None:
+            missing = [i for i, entry in enumerate(entries) if entry is None and not peers.is_own(items[i])]
+            if missing:
+                for i, entry in zip(missing, peers.fetch([items[i] for i in missing]), strict=True):
+                    entries[i] = entry
+                    self._count(PEER_HITS, entry is not None)
+        self._count(MISSES, sum(entry is None for entry in entries))
+        return entries
+
+    def get_local(self, item: int) -> Any:
+        """The same from this node's memory or disk only, and a miss is not counted."""
+        for tier in self.tiers:
+            entry = self._checked(tier, tier.read(item))
+            if entry is None:
+                continue
+            if tier is self.memory:
+                self._count(MEMORY_HITS)
+            else:
+                self._count(DISK_HITS)
+                if self.memory is not None:
+                    self.memory.write(item, [entry])
+            return entry
+        return None
+
+    def peek(self, item: int) -> bytes | None:
+        """The header of an entry in this node's memory, not verified and not counted as a hit; None where there is none."""
+        start = None if self.memory is None else self.memory.head(item, HEAD_BYTES)
+        try:
+            return None if start is None else header_of(start)
+        except ValueError:  # longer, or damaged
+            return None
+
+    def read_into(self, item: int, buffers: Sequence[Any]) -> bool:
+        """Fill `buffers` with the entry of `item` from this node's memory; False where it is not there or of another size."""
+        if self.memory is None:
+            return False
+        if not self._checked(self.memory, self.memory.read_into(item, buffers)):
+            return False
+        self._count(MEMORY_HITS)
+        return True
+
+    def _checked(self, tier: SegmentStore, outcome: Any) -> Any:
+        if tier.damaged:
+            self._count(DAMAGED, tier.damaged)
+            tier.damaged = 0
+        return outcome
+
+    def put(self, item: int, parts: Parts) -> None:
+        """Store an entry wherever there is room; nothing is raised where there is none."""
+        if self.peers is not None and not self.peers.is_own(item):
+            self.peers.push(item, parts)
+            return
+        nbytes, stored = size_of(parts), False
+        tiers = [tier for tier in self.tiers if tier.may_take(item, nbytes)]
+        digest = checksum(parts, item=item) if tiers else None
+        for tier in tiers:
+            stored |= tier.write(item, parts, digest=digest)
+        self._count(STORED, stored)
+
+    def flush(self) -> None:
+        """Wait until other nodes have what was put here, as far as they take it in time."""
+        if self.peers is not None:
+            self.peers.flush()
+
+    def refuse(self, reason: str) -> None:
+        """Drop everything of this fingerprint, for good: `reason` says why. Later caches of it raise RefusedCacheError."""
+        temporary = self._refusal.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(reason)
+        temporary.replace(self._refusal)
+        for tier in self.tiers:
+            tier.clear()
+
+    def _count(self, what: int, number: int | bool = 1) -> None:
+        if number:
+            worker = get_worker_info()
+            self._counters[0 if worker is None else 1 + worker.id % (_ROWS - 1), what] += int(number)
+
+    def num_misses(self) -> int:
+        """Of this job, all its worker processes together, since the last reset."""
+        return int(self._counters[:, MISSES].sum())
+
+    def count_memory_hits(self, number: int) -> None:
+        """Of entries that were read through `mapped`."""
+        self._count(MEMORY_HITS, number)
+
+    def statistics(self, *, reset: bool = False) -> CacheStatistics:
+        """Counts since the last reset."""
+        counts: dict[str, int] = dict(zip(COUNTERS, self._counts.sum(dim=0).tolist(), strict=True))
+        if reset:
+            self._counts.zero_()
+        return CacheStatistics(
+            **counts,
+            memory_items=0 if self.memory is None else len(self.memory),
+            memory_bytes=0 if self.memory is None else self.memory.used_bytes,
+            disk_items=0 if self.disk is None else len(self.disk),
+            disk_bytes=0 if self.disk is None else self.disk.used_bytes,
+        )
+
+    def close(self) -> None:
+        """Let go of the tiers: shared memory is freed with its last process, the disk's part stays. Twice is once."""
+        if self.peers is not None:
+            self.peers.close()
+        if self.mapped is not None:
+            self.mapped.close()
+        self.tiers, self.memory, self.mapped, self.disk = [], None, None, None
+        self._finalizer()
+
+
+def _mapped(memory: SegmentStore) -> MappedEntries | None:
+    try:
+        return MappedEntries(memory)
+    except OSError as error:
+        warnings.warn(f"the memory cache cannot be mapped, which makes reading it slower: {error}", stacklevel=4)
+        return None
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,227 @@
+"""One tier of a cache: samples written once, never evicted, checked whenever they are read, shared by any number of processes.
+
+Writers reserve room under a lock, write outside of it, and publish the item's index record last, so a writer killed at any
+moment leaves at most a reserved place, which the next writer of that item uses. Two that write the same item write the same
+bytes to the same place. Readers take no lock: a record and an entry each carry a checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from lightning_topt.data.cache.store_file import BYTES_MASK, PAGE, RECORD, LockTimeout, StoreFile, locked
+
+EMPTY, CLAIMED, STORED = 0, 1, 2
+_MOST_BUFFERS = 512  # of one system call; Linux takes 1024
+
+
+class Location(NamedTuple):
+    """Where an entry lies: an open file's descriptor, first byte, bytes, and the checksum it must have."""
+
+    descriptor: int
+    offset: int
+    nbytes: int
+    checksum: int
+
+
+def checksum(parts: Sequence[Any], *, item: int) -> int:
+    """64 bits (XXH3) over all buffers in turn and the number of the item they belong to."""
+    if len(parts) == 1:
+        return xxhash.xxh3_64_intdigest(parts[0], seed=item)
+    digest = xxhash.xxh3_64(seed=item)
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
+
+
+class SegmentStore:
+    """The items 0 .. `num_items` - 1 of `file`, as far as `capacity_bytes` of entries go. `name` is for warnings.
+
+    With `verify_once` an entry that this process has found whole is not checked again: for memory that nobody else can change.
+    Nothing here raises for a file system or memory that is full or fails: reading gives None, writing False, with one warning.
+    """
+
+    def __init__(self, file: StoreFile, *, capacity_bytes: int, name: str = "cache", verify_once: bool = False) -> None:
+        self.file, self.capacity_bytes, self.name = file, capacity_bytes, name
+        self.num_items = file.num_items
+        self.damaged = 0  # entries found damaged by this process
+        self._verified = bytearray(file.num_items) if verify_once else None
+        self._refused_bytes: float = inf  # entries from this size on have no room: nothing is ever evicted
+        self._warn_lock = threading.Lock()
+
+    def read(self, item: int) -> npt.NDArray[np.uint8] | None:
+        """A verified copy of the entry, writable; None where it is absent or damaged (then it is dropped)."""
+        where = self.locate(item)
+        if where is None:
+            return None
+        entry = np.empty(where.nbytes, np.uint8)
+        return entry if self._fill(where, [entry], item) else None
+
+    def read_into(self, item: int, buffers: Sequence[Any]) -> bool:
+        """Fill writable `buffers` with the entry, one after the other; False where it is absent, damaged or of another size.
+
+        They may have been written to all the same.
+        """
+        where = self.locate(item)
+        if where is None or sum(len(buffer) for buffer in buffers) != where.nbytes:
+            return False
+        return self._fill(where, buffers, item)
+
+    def _fill(self, where: Location, buffers: Sequence[Any], item: int) -> bool:
+        try:
+            done = 0
+            for first in range(0, len(buffers), _MOST_BUFFERS):
+                some = buffers[first : first + _MOST_BUFFERS]
+                done += os.preadv(where.descriptor, some, where.offset + done)
+        except OSError as error:
+            self._warn(f"reading from the {self.name} failed: {error}")
+            return False
+        if done == where.nbytes and (self.is_verified(item) or checksum(buffers, item=item) == where.checksum):
+            self.set_verified(item)
+            return True
+        self.discard(item)
+        return False
+
+    def is_verified(self, item: int) -> bool:
+        """Whether this process need not check the entry again."""
+        return self._verified is not None and bool(self._verified[item])
+
+    def set_verified(self, item: int) -> None:
+        """The entry is whole, as this process has just seen."""
+        if self._verified is not None:
+            self._verified[item] = True
+
+    def head(self, item: int, nbytes: int) -> bytes | None:
+        """The first `nbytes` of an entry, or all of it; not verified. None where it is absent."""
+        where = self.locate(item)
+        try:
+            return None if where is None else os.pread(where.descriptor, min(nbytes, where.nbytes), where.offset)
+        except OSError:
+            return None
+
+    def locate(self, item: int) -> Location | None:
+        """Where the entry is; None where it is absent. Not verified."""
+        state, offset, nbytes, digest = self._record(item)
+        return Location(self.file.descriptor, offset, nbytes, digest) if state == STORED else None
+
+    def __contains__(self, item: int) -> bool:
+        return self.locate(item) is not None
+
+    def __len__(self) -> int:
+        return int((self.file.records()[:, 1] >> np.uint64(56) == STORED).sum())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of entries, with what was reserved for some and not written."""
+        return self.file.space().tail - self.file.data_start
+
+    def _record(self, item: int) -> tuple[int, int, int, int]:
+        """State, offset, bytes and checksum of an item; one whose record is damaged is empty."""
+        if not 0 <= item < self.num_items:
+            raise IndexError(f"item {item} of a cache of {self.num_items}")
+        try:
+            raw = os.pread(self.file.descriptor, RECORD.size, PAGE + RECORD.size * item)
+        except OSError as error:
+            self._warn(f"reading from the {self.name} failed: {error}")
+            return EMPTY, 0, 0, 0
+        if len(raw) < RECORD.size:
+            return EMPTY, 0, 0, 0
+        offset, state_and_bytes, digest, check = RECORD.unpack(raw)
+        if check != xxhash.xxh3_64_intdigest(raw[:-8], seed=item):
+            self.damaged += any(raw)
+            return EMPTY, 0, 0, 0
+        return state_and_bytes >> 56, offset, state_and_bytes & int(BYTES_MASK), digest
+
+    def _write_record(self, item: int, state: int, offset: int, nbytes: int, digest: int) -> None:
+        raw = RECORD.pack(offset, state << 56 | nbytes, digest, 0)[:-8]
+        check = xxhash.xxh3_64_intdigest(raw, seed=item).to_bytes(8, "little")
+        # 32 bytes that no page boundary cuts: a killed writer has written all of them or none.
+        os.pwrite(self.file.descriptor, raw + check, PAGE + RECORD.size * item)
+
+    def write(self, item: int, parts: Sequence[Any], *, digest: int | None = None) -> bool:
+        """Store an entry, given as buffers; whether it is there now. False: no room, or the file system failed.
+
+        `digest` is the parts' checksum where that is known.
+        """
+        nbytes = sum(len(part) for part in parts)
+        try:
+            offset = self._claim(item, nbytes)
+            if offset is None:
+                return item in self
+            done = 0
+            for first in range(0, len(parts), _MOST_BUFFERS):
+                some = parts[first : first + _MOST_BUFFERS]
+                wanted = sum(len(part) for part in some)
+                if os.pwritev(self.file.descriptor, some, offset + done) != wanted:
+                    self._stop("the file system took only a part of an entry")
+                    return False
+                done += wanted
+            self._write_record(item, STORED, offset, nbytes, checksum(parts, item=item) if digest is None else digest)
+        except LockTimeout as error:
+            self._warn(f"a sample was not stored in the {self.name}: {error}")
+            return False
+        except (OSError, MemoryError) as error:
+            self._stop(str(error))
+            return False
+        return True
+
+    def may_take(self, item: int, nbytes: int) -> bool:
+        """Whether `write` is worth trying: False where an entry of so many bytes has found no room before."""
+        return nbytes < self._refused_bytes or self._record(item)[0] != EMPTY
+
+    def _claim(self, item: int, nbytes: int) -> int | None:
+        """Where to write; None where the entry is there already or has no room."""
+        if not self.may_take(item, nbytes):
+            return None
+        with locked(self.file.lock):
+            state, offset, reserved, _ = self._record(item)
+            if state == STORED:
+                return None
+            if state == CLAIMED and reserved == nbytes:
+                return offset
+            place = self.file.allocate(nbytes, capacity_bytes=self.capacity_bytes)
+            if place is None:
+                self._refused_bytes = min(self._refused_bytes, nbytes)
+                return None
+            self._write_record(item, CLAIMED, place, nbytes, 0)
+            return place
+
+    def discard(self, item: int) -> None:
+        """Drop a damaged entry; its place is kept for the same item."""
+        self.damaged += 1
+        try:
+            with locked(self.file.lock):
+                state, offset, nbytes, _ = self._record(item)
+                if state == STORED:
+                    self._write_record(item, CLAIMED, offset, nbytes, 0)
+        except OSError as error:
+            self._warn(f"a damaged sample could not be dropped from the {self.name}: {error}")
+
+    def clear(self) -> None:
+        """Forget all items. What is being written meanwhile may come back."""
+        with locked(self.file.lock):
+            zeros = bytes(RECORD.size * self.num_items)
+            os.pwrite(self.file.descriptor, zeros, PAGE)
+
+    def _stop(self, reason: str) -> None:
+        """Write nothing more; what is stored can still be read."""
+        self._refused_bytes = 0
+        self._warn(f"no more samples are stored in the {self.name}: {reason}")
+
+    def _warn(self, message: str) -> None:
+        with self._warn_lock:
+            if message not in _warned:
+                _warned.add(message)
+                warnings.warn(message, stacklevel=3)
+
+
+_warned: set[str] = set()

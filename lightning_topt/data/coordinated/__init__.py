@@ -1,0 +1,1 @@
+"""Batches that several jobs of one machine prepare together, each once."""

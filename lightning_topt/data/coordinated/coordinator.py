@@ -1,0 +1,273 @@
+"""The coordinator: a light process that hands prepared batches from the worker that made them to all jobs that need them.
+
+The first job starts it and it ends with the last one. A batch is an open memory file that is passed on, never read here; when
+the coordinator and the jobs have closed it, the kernel frees it, however they ended. The kernel reports a dead job as the end
+of its connection. Everything waits in one `select`; there is nothing to poll.
+
+Messages (`type` and fields), jobs and workers on connections of their own:
+
+    both    hello(version, role, job, fingerprint, seed, batches, memory_bytes, timeout_seconds)
+            -> welcome(pid) or refused(reason); `batches` is the digest of epoch 0's
+    job     start(epoch, batch, batches, digest)        needs the epoch's batches from there on; -> refused if it differs
+    job     next() -> batch(epoch, batch, by) + file    later, when it is prepared; `by` is the job whose worker did it
+    job     ping() -> pong()
+    worker  ready() -> prepare(epoch, batch, digest)    later, when there is something to do
+    worker  prepared(epoch, batch) + file, failed(epoch, batch)     and is ready again
+
+Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import selectors
+import socket
+import time
+import traceback
+
+from lightning_topt.data.coordinated.ledger import Ledger, Position
+from lightning_topt.data.coordinated.link import (
+    STARTUP_SECONDS,
+    VERSION,
+    Connection,
+    CoordinatorLost,
+    Message,
+    close_quietly,
+)
+
+MAX_HELD = 1024  # batches; to find the least needed of more would take too long
+SPARE_FILES = 256  # open files left for connections and batches that just came
+AGREED = {  # what all jobs say alike, for people
+    "version": "the version of lightning_topt",
+    "fingerprint": "the data set or how batches are made of it",
+    "seed": "the seed",
+    "batches": "the list of batches",
+}
+DIFFERENT = (
+    "the jobs that meet in this directory prepare other batches: {what} differs. "
+    "Give every data set, transform, batch size and seed a directory of its own"
+)
+
+
+class Refused(ValueError):
+    """A job prepares other batches than those that are here."""
+
+
+class Peer:
+    """A job or one of its workers, as the coordinator sees it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.role, self.job = "", ""
+
+    @property
+    def number(self) -> int:
+        """Of a worker in the ledger."""
+        return id(self)
+
+
+class Coordinator:
+    """Serves the connections of `listener` until the last job is gone."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(listener, selectors.EVENT_READ)
+        self.peers: dict[int, Peer] = {}  # by number
+        self.jobs: dict[str, Peer] = {}
+        self.ledger: Ledger | None = None  # made by the first hello
+        self.agreed: Message = {}
+        self.digests: dict[int, tuple[int, str]] = {}  # by epoch: number of batches and what is in them
+        self.files: dict[Position, tuple[int, str]] = {}  # descriptor, and the job whose worker prepared it
+
+    def run(self) -> None:
+        """Serve; returns when the last job is gone, or none came."""
+        self.listener.setblocking(False)
+        if not self.selector.select(STARTUP_SECONDS):
+            return
+        self._accept()
+        while self.peers:
+            for key, _ in self.selector.select(self._patience()):
+                if key.data is None:
+                    self._accept()
+                elif key.data.number in self.peers:
+                    self._read(key.data)
+            while self._hand_out():
+                pass
+        self.listener.close()
+
+    def close(self, reason: str) -> None:
+        """Tell all why it ends."""
+        for peer in list(self.peers.values()):
+            with contextlib.suppress(CoordinatorLost):
+                peer.connection.send({"type": "ended", "reason": reason})
+
+    def _patience(self) -> float | None:
+        now = time.monotonic()
+        deadline = self.ledger.next_deadline(now) if self.ledger else None
+        return None if deadline is None else deadline - now
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, CoordinatorLost):
+            accepted, _ = self.listener.accept()
+            accepted.setblocking(False)
+            peer = Peer(Connection(accepted))
+            self.peers[peer.number] = peer
+            self.selector.register(peer.connection, selectors.EVENT_READ, peer)
+
+    def _read(self, peer: Peer) -> None:
+        """One message of a peer; whoever breaks the rules or is gone is dropped."""
+        descriptor = None
+        try:
+            received = peer.connection.receive(timeout_seconds=0)
+            if received is None:
+                return
+            message, descriptor = received
+            self._handle(peer, message, descriptor)
+        except Refused as refusal:
+            self._refuse(peer, str(refusal))
+        except (CoordinatorLost, KeyError, TypeError, ValueError):
+            close_quietly(descriptor)
+            self._remove(peer)
+
+    def _handle(self, peer: Peer, message: Message, descriptor: int | None) -> None:
+        kind = message["type"]
+        if peer.role == "refused":
+            close_quietly(descriptor)
+            return  # what it said before it knew
+        if (kind in ("prepared",)) != (descriptor is not None) or (kind == "hello") != (peer.role == ""):
+            raise ValueError("a file came with the wrong message, or a message out of order")
+        if kind == "hello":
+            self._greet(peer, message)
+        elif peer.role == "job":
+            self._handle_job(peer, kind, message)
+        else:
+            self._handle_worker(peer, kind, message, descriptor)
+
+    def _greet(self, peer: Peer, message: Message) -> None:
+        differing = self._differing(message)
+        if differing:
+            raise Refused(DIFFERENT.format(what=differing))
+        role, job = message["role"], str(message["job"])
+        if role not in ("job", "worker") or (role == "job") == (job in self.jobs):
+            raise ValueError("a job joins once, and before its workers")
+        if self.ledger is None:
+            self.agreed = {name: message[name] for name in AGREED}
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            max_held = max(1, min(MAX_HELD, most - SPARE_FILES))
+            self.ledger = Ledger(timeout_seconds=float(message["timeout_seconds"]), max_held=max_held)
+        if role == "job":
+            self.ledger.add_job(job, memory_bytes=int(message["memory_bytes"]))
+            self.jobs[job] = peer
+        peer.role, peer.job = role, job
+        peer.connection.send({"type": "welcome", "pid": os.getpid()})
+
+    def _differing(self, message: Message) -> str:
+        expected = self.agreed or {"version": VERSION}
+        return next((AGREED[name] for name in expected if message[name] != expected[name]), "")
+
+    def _handle_job(self, peer: Peer, kind: str, message: Message) -> None:
+        assert self.ledger is not None
+        if kind == "start":
+            epoch, batch = _position(message)
+            batches = (int(message["batches"]), str(message["digest"]))
+            if self.digests.setdefault(epoch, batches) != batches:
+                raise Refused(DIFFERENT.format(what=f"the list of batches of epoch {epoch}"))
+            self.ledger.start(peer.job, (epoch, batch), end=batches[0])
+        elif kind == "next":
+            self.ledger.request(peer.job)
+        elif kind == "ping":
+            peer.connection.send({"type": "pong"})
+        else:
+            raise ValueError(f"unknown message {kind!r}")
+
+    def _handle_worker(self, peer: Peer, kind: str, message: Message, descriptor: int | None) -> None:
+        assert self.ledger is not None
+        if kind == "prepared":
+            assert descriptor is not None
+            position = _position(message)
+            if self.ledger.prepared(peer.number, position, nbytes=os.fstat(descriptor).st_size, now=time.monotonic()):
+                self.files[position] = descriptor, peer.job
+            else:
+                os.close(descriptor)
+        elif kind == "failed":
+            self.ledger.failed(peer.number, _position(message))
+        elif kind != "ready":
+            raise ValueError(f"unknown message {kind!r}")
+        self.ledger.add_idle(peer.number, peer.job)
+
+    def _hand_out(self) -> bool:
+        """Give what is there to those who wait, forget what is not needed, and have the idle prepare what is.
+
+        True where a peer was found to be gone meanwhile: what it claimed is to be handed out again.
+        """
+        if self.ledger is None:
+            return False
+        peers = len(self.peers)
+        for name, position in self.ledger.deliveries():
+            descriptor, by = self.files[position]
+            self._send(self.jobs[name], "batch", position, descriptor=descriptor, by=by)
+        for position in self.ledger.drop_excess():
+            os.close(self.files.pop(position)[0])
+        for worker, position in list(self.ledger.assignments(time.monotonic())):
+            if worker in self.peers:
+                self._send(self.peers[worker], "prepare", position, digest=self.digests[position[0]][1])
+        return len(self.peers) < peers
+
+    def _send(self, peer: Peer, kind: str, position: Position, *, descriptor: int | None = None, **fields: str) -> None:
+        try:
+            message = {"type": kind, "epoch": position[0], "batch": position[1], **fields}
+            peer.connection.send(message, descriptor=descriptor)
+        except CoordinatorLost:
+            self._remove(peer)
+
+    def _refuse(self, peer: Peer, reason: str) -> None:
+        """Say so and wait until it hangs up: hanging up first, with messages unread, would take the answer back."""
+        self._leave(peer)
+        peer.role = "refused"
+        try:
+            peer.connection.send({"type": "refused", "reason": reason})
+        except CoordinatorLost:
+            self._remove(peer)
+
+    def _remove(self, peer: Peer) -> None:
+        """Forget a peer."""
+        if self.peers.pop(peer.number, None) is not None:
+            self._leave(peer)
+            self.selector.unregister(peer.connection)
+            peer.connection.close()
+
+    def _leave(self, peer: Peer) -> None:
+        """What it claimed is free, what it needed is not needed; a job takes its workers with it."""
+        if self.ledger is None:
+            return
+        if peer.role == "worker":
+            self.ledger.remove_worker(peer.number)
+        if peer.role == "job":
+            del self.jobs[peer.job]
+            for other in [other for other in self.peers.values() if other.job == peer.job and other.role == "worker"]:
+                self._remove(other)
+            self.ledger.remove_job(peer.job)
+
+
+def _position(message: Message) -> Position:
+    epoch, batch = int(message["epoch"]), int(message["batch"])
+    if epoch < 0 or batch < 0:
+        raise ValueError("epochs and batches are counted from 0")
+    return epoch, batch
+
+
+def main(listener: int) -> None:
+    """Serve on the inherited socket, in a process of its own: whoever started it need not wait for its end."""
+    if os.fork():
+        os._exit(0)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one open file for each batch that is kept
+    coordinator = Coordinator(socket.socket(fileno=listener))
+    try:
+        coordinator.run()
+    except Exception:
+        coordinator.close(traceback.format_exc())
+        raise

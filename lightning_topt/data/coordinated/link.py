@@ -1,0 +1,202 @@
+"""How jobs, their workers and the coordinator talk: JSON messages over a Unix socket, a prepared batch as an open file.
+
+The socket's name is in Linux' abstract namespace: it is gone with its process, and nothing is left in the file system. The
+kernel tells whose process is at the other end; only those of the same user are heard. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 16
+RETRY_SECONDS = 0.02
+STARTUP_SECONDS = 30.0  # a coordinator that nobody has joined by then ends
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid of struct ucred
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+Message = dict[str, Any]
+# The package's own __init__ imports torch: the coordinator gets empty packages that only know where their modules lie.
+BOOT = """
+import sys, types
+for name, path in (("lightning_topt", sys.argv[1]), ("lightning_topt.data", sys.argv[1] + "/data")):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+from lightning_topt.data.coordinated.coordinator import main
+main(int(sys.argv[2]))
+"""
+
+
+class CoordinatorLost(ConnectionError):
+    """The other end is gone, does not answer, or belongs to somebody else."""
+
+
+def is_supported() -> bool:
+    """Whether this system has what batches travel in: abstract sockets and sealed memory files (Linux)."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def address_of(directory: str | os.PathLike[str], *, group: str = "") -> str:
+    """The name of the socket where jobs of this user that name the same directory and group meet."""
+    meeting = f"{os.getuid()}\0{os.path.realpath(directory)}\0{group}"
+    return "\0lightning-topt-" + hashlib.sha256(meeting.encode()).hexdigest()[:32]
+
+
+class Connection:
+    """One end of a conversation. A message arrives whole or not at all; `receive` raises CoordinatorLost at its end."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self.socket = peer
+        _open.add(self)
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
+            peer.close()
+            raise CoordinatorLost("another user's process listens where this user's jobs meet")
+
+    def fileno(self) -> int:
+        """For select."""
+        return self.socket.fileno()
+
+    def close(self) -> None:
+        """Hang up."""
+        self.socket.close()
+
+    def send(self, message: Message, *, descriptor: int | None = None) -> None:
+        """Send one message, with an open file; the caller closes its own copy."""
+        data = json.dumps(message, separators=(",", ":")).encode()
+        try:
+            socket.send_fds(self.socket, [data], [] if descriptor is None else [descriptor])
+        except OSError as error:  # also a full buffer: the other end does not read
+            raise CoordinatorLost(f"the connection is broken: {error}") from error
+
+    def receive(self, *, timeout_seconds: float) -> tuple[Message, int | None] | None:
+        """One message and the open file that came with it, None when nothing came in time."""
+        if not select_readable(self, timeout_seconds):
+            return None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.socket, MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise CoordinatorLost(f"the connection is broken: {error}") from error
+        if not data:
+            raise CoordinatorLost("the connection was closed")
+        try:
+            message = json.loads(data)
+            if not isinstance(message, dict):
+                raise ValueError("a message is an object")
+        except ValueError as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise CoordinatorLost(f"what came is no message: {error}") from error
+        return message, descriptors[0] if descriptors else None
+
+
+def _close_inherited() -> None:
+    for connection in list(_open):
+        connection.socket.close()
+    _open.clear()
+
+
+# Any process that a job forks (a DataLoader's workers) would keep its connection open, and nobody would see the job die.
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def select_readable(connection: Connection, timeout_seconds: float) -> bool:
+    """Whether something can be read within that time; poll, because select knows only 1,024 files."""
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_seconds) * 1000))
+
+
+def join(address: str, hello: Message, *, timeout_seconds: float, may_start: bool) -> tuple[Connection, Message]:
+    """A connection to the coordinator, which is started where there is none, and its answer to `hello`.
+
+    Raises CoordinatorLost when no coordinator answers in time.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        connection = None
+        try:
+            connection = _connect(address, deadline - time.monotonic())
+            connection.send({"type": "hello", "version": VERSION, **hello})
+            answer = connection.receive(timeout_seconds=deadline - time.monotonic())
+            if answer is None:
+                raise CoordinatorLost(f"the coordinator did not answer within {timeout_seconds:g} seconds")
+            return connection, answer[0]
+        except (CoordinatorLost, OSError) as error:
+            if connection is not None:
+                connection.close()
+            if time.monotonic() > deadline or not may_start:
+                raise CoordinatorLost(str(error)) from error
+            if connection is None:
+                _start(address, deadline - time.monotonic())
+        time.sleep(RETRY_SECONDS)  # it may have ended just now: its last job left
+
+
+def _connect(address: str, timeout_seconds: float) -> Connection:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        peer.settimeout(max(0.01, timeout_seconds))  # from here on also of sending to one that does not read
+        peer.connect(address)
+        return Connection(peer)
+    except OSError:
+        peer.close()
+        raise
+
+
+def _start(address: str, timeout_seconds: float) -> None:
+    """Start a coordinator, unless another job just did: a name can be bound once, so there are never two."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return
+            raise
+        listener.listen(128)
+        package = str(Path(__file__).resolve().parents[2])
+        command = [sys.executable, "-I", "-S", "-c", BOOT, package, str(listener.fileno())]
+        # Its own session: Ctrl-C and hang-ups of the first job's terminal are not for it. No output: it would keep open the
+        # pipe of whoever reads the first job's.
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        options: dict[str, Any] = {"pass_fds": [listener.fileno()], "start_new_session": True, "cwd": "/", **quiet}
+        try:
+            subprocess.run(command, timeout=max(1.0, timeout_seconds), check=True, **options)
+        except subprocess.SubprocessError as error:
+            raise CoordinatorLost(f"the coordinator could not be started: {error}") from error
+
+
+def memory_file(parts: Sequence[Any]) -> int:
+    """A descriptor of an anonymous file with these buffers; nobody can change it any more."""
+    descriptor = os.memfd_create("lightning-topt-batch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(descriptor, "wb", buffering=0, closefd=False) as file:
+            for part in parts:
+                view = memoryview(part).cast("B")
+                while len(view):
+                    view = view[file.write(view) :]
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def close_quietly(descriptor: int | None) -> None:
+    """Close it if there is one."""
+    if descriptor is not None:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,183 @@
+"""Starts the process in which a node gives its entries to the others, see `service`."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_topt.data.cache.segment_store import SegmentStore
+from lightning_topt.data.peers.protocol import PeerLimits, run_key
+
+STARTUP_SECONDS = 60.0
+END_SECONDS = 5.0
+# The package's own __init__ imports torch: the process gets empty packages that only know where their modules lie. What it
+# needs to know, the key among it, comes by a pipe that nobody else can read; the pipe's end is the end of this process.
+BOOT = """
+import json, os, sys, types
+line = bytearray()
+while not line.endswith(b"\\n"):
+    piece = os.read(0, 1 << 16)
+    if not piece:
+        sys.exit()
+    line += piece
+settings = json.loads(line)
+sys.path[:] = settings["path"]
+for name, path in (("lightning_topt", settings["package"]), ("lightning_topt.data", settings["package"] + "/data")):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+from lightning_topt.data.peers.service import main
+main(settings)
+"""
+
+
+class PeerServer:
+    """Serves `stores` (the fastest first, all of one cache) from a process of its own until `close` or this process' end.
+
+    Args:
+        stores: as this process has them open.
+        host: the address of this node's interface to the others; nothing else is listened on. See `channel.own_address`.
+        secret: of the run, at least 16 random bytes, the same on all nodes.
+        fingerprint: of the data; clients with another one are refused.
+        port: 0: any free one.
+
+    `address` is what clients need. Raises ValueError for an address that is none of this machine or means all of its
+    interfaces, and RuntimeError where the process does not start.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[SegmentStore],
+        *,
+        host: str,
+        secret: bytes,
+        fingerprint: str,
+        port: int = 0,
+        limits: PeerLimits | None = None,
+    ) -> None:
+        _check_host(host)
+        num_items = {store.num_items for store in stores}
+        if len(num_items) != 1:
+            raise ValueError(
+                "a peer server serves the stores of one cache: all of the same number of items, one at least"
+            )
+        settings = {
+            "host": host,
+            "port": port,
+            "key": run_key(secret, fingerprint=fingerprint, num_items=num_items.pop()).hex(),
+            "limits": asdict(limits or PeerLimits()),
+            "stores": [_described(store) for store in stores],
+            "parent": os.getpid(),
+            "path": [os.path.abspath(entry) for entry in sys.path],
+            "package": str(Path(__file__).resolve().parents[2]),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", BOOT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # no lock of a buffer that a process forked meanwhile would find held
+            pass_fds=[store.file.descriptor for store in stores],
+            start_new_session=True,  # Ctrl-C in the job's terminal is for the job, which ends this
+            cwd="/",
+        )
+        self._finalizer = weakref.finalize(self, _end, self.process, os.getpid())
+        _servers.add(self)
+        try:
+            self.address = (host, _started(self.process, settings))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        """End the process. Twice is once."""
+        self._finalizer()
+
+
+_servers: weakref.WeakSet[PeerServer] = weakref.WeakSet()
+
+
+def _described(store: SegmentStore) -> dict[str, Any]:
+    return {
+        "descriptor": store.file.descriptor,
+        "num_items": store.num_items,
+        "lock": str(store.file.lock),
+        "in_memory": store.file.available is not None,
+        "capacity_bytes": store.capacity_bytes,
+        "name": store.name,
+    }
+
+
+def _check_host(host: str) -> None:
+    advice = "give the address of this node's interface to the other nodes"
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host or "", 0, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host!r}: {error}; {advice}") from error
+    if not host or any(ipaddress.ip_address(str(address).partition("%")[0]).is_unspecified for address in addresses):
+        raise ValueError(f"listening on {host!r} would be listening on every interface of this machine; {advice}")
+
+
+def _started(process: subprocess.Popen[bytes], settings: dict[str, Any]) -> int:
+    """Hand over the settings and wait for the port."""
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # it ended; the reason is on standard error
+        words = memoryview(json.dumps(settings).encode() + b"\n")
+        while words:
+            words = words[process.stdin.write(words) :]
+    poll, deadline, line = select.poll(), time.monotonic() + STARTUP_SECONDS, b""
+    poll.register(process.stdout, select.POLLIN)
+    while not line.endswith(b"\n"):
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise RuntimeError(f"the process of the peer server said nothing for {STARTUP_SECONDS:g} s")
+        piece = os.read(process.stdout.fileno(), 1 << 12)
+        if not piece:
+            raise RuntimeError("the process of the peer server ended at once; its standard error says why")
+        line += piece
+    answer = json.loads(line)
+    if "error" in answer:
+        raise ValueError(f"cannot listen on {settings['host']}:{settings['port']}: {answer['error']}")
+    return int(answer["port"])
+
+
+def _let_go() -> None:
+    """In a forked process: the server must see the end of the process that started it, not of this one."""
+    for server in list(_servers):
+        server._finalizer.detach()
+        for pipe in (server.process.stdin, server.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    try:
+        process.wait(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,1 @@
+"""What waiting for data is made of: measured, modelled, and what would shorten it."""

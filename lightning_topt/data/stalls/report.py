@@ -1,0 +1,180 @@
+"""A stall measurement for people: what the wait is made of and what would remove it, as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from lightning_topt.data.stalls.advice import NEARLY, Stalls, WhatIf, best_num_workers, least_cache
+from lightning_topt.data.stalls.measurement import StallMeasurement
+from lightning_topt.data.stalls.model import samples_per_second
+
+_PARTS = (  # name, attribute of Stalls, colour (Okabe and Ito's), what removes it
+    ("step", "step_seconds", "#0072B2", "a faster accelerator"),
+    ("fetching", "fetch_seconds", "#D55E00", "a cache, a faster link, more workers"),
+    ("preparing", "prepare_seconds", "#E69F00", "a cache, more cores"),
+    ("loading", "loading_seconds", "#CC79A7", "another number of workers (see below)"),
+)
+_INK, _FAINT = "#1f2430", "#5b6472"
+_CURVE = 21  # points
+_FAR_OFF = 0.10  # of the model on the runs it was made from
+
+
+def format_seconds(seconds: float) -> str:
+    """``"12.3 ms"``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def format_bytes(size: float) -> str:
+    """``"1.50 GiB"``."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
+
+
+def print_report(measurement: StallMeasurement, rows: Sequence[WhatIf], *, console: Console) -> None:
+    """Print the parts of the wait, the costs behind them, and what would follow from changes (`what_if`)."""
+    console.print(_parts_table(measurement))
+    console.print(_costs_line(measurement), highlight=False)
+    console.print(_what_if_table(rows))
+    for sentence in advice(measurement):
+        console.print(sentence, highlight=False)
+
+
+def _parts_table(measurement: StallMeasurement) -> Table:
+    stalls, size = measurement.stalls, measurement.costs.batch_size
+    title = f"{100 * stalls.fraction:.0f} % of training waits for data ({_setup_words(measurement)})"
+    table = Table(title=title, title_justify="left")
+    for column in ("per batch", "time", "share", "what removes it"):
+        table.add_column(column, justify="right" if column in ("time", "share") else "left")
+    for name, attribute, _, remedy in _PARTS:
+        seconds = getattr(stalls, attribute)
+        table.add_row(name, format_seconds(seconds), f"{100 * seconds / stalls.total_seconds:.0f} %", remedy)
+    table.add_row("all", format_seconds(stalls.total_seconds), "100 %", f"{size / stalls.total_seconds:.0f} samples/s")
+    return table
+
+
+def _setup_words(measurement: StallMeasurement) -> str:
+    setup = measurement.setup
+    return f"{setup.num_workers} workers, {setup.cores} cores, batches of {measurement.costs.batch_size}"
+
+
+def _costs_line(measurement: StallMeasurement) -> str:
+    c = measurement.costs
+    rate = "its rate not told apart" if c.link_bytes_per_second == inf else f"{8e-6 * c.link_bytes_per_second:.0f} Mb/s"
+    return (
+        f"a sample: {format_bytes(c.source_bytes)} from the source ({format_seconds(c.latency_seconds)} latency, {rate}), "
+        f"{format_seconds(c.prepare_seconds)} of a core; from the cache {format_bytes(c.entry_bytes)}, "
+        f"{format_seconds(c.hit_seconds)} of a core"
+    )
+
+
+def _what_if_table(rows: Sequence[WhatIf]) -> Table:
+    now = rows[0].samples_per_second
+    table = Table("", "what if", "samples/s", "x now", title="Predicted", title_justify="left")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    group = ""
+    for row in rows:
+        speed = (f"{row.samples_per_second:.0f}", f"{row.samples_per_second / now:.2f}")
+        table.add_row("" if row.group == group else row.group, row.change, *speed)
+        group = row.group
+    return table
+
+
+def advice(measurement: StallMeasurement) -> list[str]:
+    """Sentences: the least cache worth having, the best number of workers, and how far to trust the model."""
+    costs, setup = measurement.costs, measurement.setup
+    share = least_cache(costs, setup)
+    needed, whole = share * costs.entry_bytes * costs.num_items, costs.entry_bytes * costs.num_items
+    if share == 0:
+        sentences = ["A cache would not make this loop faster: the rest takes as long as the data."]
+    else:
+        sentences = [
+            f"The least cache worth having is {format_bytes(needed)} ({100 * share:.0f} % of the data set's "
+            f"{format_bytes(whole)}): with all of it in memory the loop would be at most {100 * NEARLY:.0f} % faster."
+        ]
+    best = best_num_workers(costs, setup)
+    warm = best_num_workers(costs, replace(setup, memory_share=1.0))
+    sentences.append(f"Best num_workers on {setup.cores} cores: {best} without a cache, {warm} with everything in it.")
+    off = max(abs(error) for error in measurement.model_errors.values())
+    if off > _FAR_OFF:
+        sentences.append(
+            f"Take the predictions with care: on the measured runs themselves the model is off by {100 * off:.0f} % "
+            "(other work on this machine, or too short a measurement: raise seconds)."
+        )
+    return sentences
+
+
+def save_png(path: str | Path, measurement: StallMeasurement, rows: Sequence[WhatIf], *, title: str = "") -> None:
+    """Draw the parts of a batch's time, the throughput over the size of the cache, and the predictions `rows`."""
+    figure = Figure(figsize=(11, 7), dpi=140, facecolor="white", layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(1, 4))
+    _draw_parts(figure.add_subplot(grid[0, :]), measurement.stalls, title or _setup_words(measurement))
+    _draw_curve(figure.add_subplot(grid[1, 0]), measurement)
+    _draw_rows(figure.add_subplot(grid[1, 1]), rows)
+    figure.savefig(path, format="png", facecolor="white")
+
+
+def _draw_parts(axes: Axes, stalls: Stalls, title: str) -> None:
+    left = 0.0
+    for name, attribute, colour, _ in _PARTS:
+        seconds = max(0.0, getattr(stalls, attribute))
+        label = f"{name} {format_seconds(seconds)}"
+        axes.barh([0], [1e3 * seconds], left=1e3 * left, color=colour, edgecolor="white", label=label)
+        left += seconds
+    axes.set_yticks([])
+    axes.set_xlabel("ms per batch", color=_FAINT)
+    axes.set_title(f"{100 * stalls.fraction:.0f} % of training waits for data: {title}", **_title())
+    axes.legend(loc="lower left", bbox_to_anchor=(0, -0.95), ncols=len(_PARTS), frameon=False, labelcolor=_INK)
+    _plain(axes)
+
+
+def _draw_curve(axes: Axes, measurement: StallMeasurement) -> None:
+    costs, setup = measurement.costs, measurement.setup
+    shares = [i / (_CURVE - 1) for i in range(_CURVE)]
+    speeds = [samples_per_second(costs, replace(setup, memory_share=share)) for share in shares]
+    axes.plot([100 * share for share in shares], speeds, color=_PARTS[0][2], label="predicted")
+    size = costs.batch_size
+    measured = [size / measurement.cold.batch_seconds, size / measurement.cached.batch_seconds]
+    axes.plot([0, 100], measured, "o", color=_PARTS[1][2], label="measured")
+    axes.axhline(size / measurement.synthetic.batch_seconds, color=_FAINT, linestyle="--", label="no wait for data")
+    least = least_cache(costs, setup)
+    if least:
+        axes.axvline(100 * least, color=_FAINT, linestyle=":", label=f"worth having: {100 * least:.0f} %")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"items in a cache in memory, % (100 % = {format_bytes(costs.entry_bytes * costs.num_items)})")
+    axes.set_ylabel("samples/s")
+    axes.legend(frameon=False, labelcolor=_INK)
+    _plain(axes)
+
+
+def _draw_rows(axes: Axes, rows: Sequence[WhatIf]) -> None:
+    names = [f"{row.group}: {row.change}" for row in rows]
+    places = range(len(rows), 0, -1)
+    axes.barh(list(places), [row.samples_per_second for row in rows], color=_PARTS[0][2], height=0.7)
+    axes.axvline(rows[0].samples_per_second, color=_FAINT, linewidth=0.8)
+    axes.set_yticks(list(places), names, fontsize=7.5)
+    axes.set_xlabel("samples/s, predicted")
+    _plain(axes)
+
+
+def _title() -> dict[str, Any]:
+    return {"loc": "left", "color": _INK, "fontsize": 12, "fontweight": "bold", "parse_math": False}
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_FAINT)

@@ -13,6 +13,7 @@ from lightning_topt.plugins.cached_data import CachedDataModule
 from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
 from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
 from lightning_topt.plugins.local_steps import LocalStepsStrategy
+from lightning_topt.plugins.parallel_optimizer import ParallelOptimizerStep
 from lightning_topt.plugins.register import register_strategies
 from lightning_topt.plugins.stall_monitor import StallMonitor
 from lightning_topt.plugins.tuned_data import TunedDataModule
@@ -23,6 +24,7 @@ __all__ = [
     "CompressedDDPStrategy",
     "CoordinatedDataModule",
     "LocalStepsStrategy",
+    "ParallelOptimizerStep",
     "ParallelPlan",
     "StallMonitor",
     "TunedDataModule",

@@ -13,6 +13,7 @@ STAGES = ["graph", "costs", "frontier", "plan", "execution", "plugins", "cli"]  
 BESIDE = ["communication", "optim", "data"]  # import no stage
 ALLOWED = {stage: STAGES[: index + 1] + BESIDE for index, stage in enumerate(STAGES)}
 ALLOWED |= {beside: [beside] for beside in BESIDE}
+ALLOWED["optim"] = ["optim", "communication"]  # results are gathered with its collectives, errors are its PeerLostError
 ALLOWED["frontier"] = ["frontier", "costs"]  # the search knows nothing of models
 ONLY_IN = {"lightning": {"plugins", "cli"}, "pytorch_lightning": set(), "hydra": {"cli"}, "omegaconf": {"cli"}}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -29,6 +29,8 @@ def run(config: DictConfig) -> None:
     datamodule: pl.LightningDataModule = instantiate(config.data)
     model: pl.LightningModule = instantiate(config.model)
     callbacks = [instantiate(callback, _convert_="all") for callback in config.callbacks.values()]
+    if config.optimizer_step is not None:
+        callbacks.append(instantiate(config.optimizer_step, _convert_="all"))
     trainer: pl.Trainer = instantiate(
         config.trainer,
         strategy=instantiate(config.strategy, _convert_="all"),

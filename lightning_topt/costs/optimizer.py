@@ -2,7 +2,7 @@
 
 Nothing is looked up in a table of optimizers: the same optimizer object is copied onto small real tensors, stepped, and
 watched, so that every option (fused, foreach, momentum, amsgrad, several groups) counts as it is. Only whether the
-update treats elements one by one cannot be seen from outside; see `ELEMENTWISE`.
+update treats elements one by one cannot be seen from outside; see `optim.update_rule`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,7 @@ from torch.optim import Optimizer
 from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.optimizer_probe import OptimizerError, ParameterUpdate, Probe, make_step, probe_group
 from lightning_topt.costs.timing import time_call
-
-# Optimizers whose update of an element reads that element's parameter, gradient and state only: slices of parameters
-# may be updated by different ranks.
-ELEMENTWISE = (
-    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
-    *(optim.RMSprop, optim.Rprop, optim.SGD),
-)
-# Those that treat each parameter by itself, but not each element: whole parameters may go to different ranks.
-BY_PARAMETER = (*ELEMENTWISE, optim.Adafactor, *((optim.Muon,) if hasattr(optim, "Muon") else ()))
+from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, is_one_of
 
 
 @dataclass(frozen=True)
@@ -98,8 +90,8 @@ def read_optimizer(
                 updates[names[parameter]] = probes[key].update(parameter)
     return OptimizerProfile(
         name=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
-        elementwise=all(_is_one_of(optimizer, ELEMENTWISE) for optimizer in optimizers),
-        by_parameter=all(_is_one_of(optimizer, BY_PARAMETER) for optimizer in optimizers),
+        elementwise=all(is_one_of(optimizer, ELEMENTWISE) for optimizer in optimizers),
+        by_parameter=all(is_one_of(optimizer, BY_PARAMETER) for optimizer in optimizers),
         updates=updates,
     )
 
@@ -133,8 +125,3 @@ def measure_update_seconds(
         elapsed = time_call(step, device=device, budget_seconds=budget_seconds / len(kinds))
         seconds |= {names[parameter]: elapsed / numel for parameter in members}
     return seconds
-
-
-def _is_one_of(optimizer: Optimizer, classes: tuple[type[Optimizer], ...]) -> bool:
-    """Whether it is one of `classes`, or a subclass that steps as they do."""
-    return any(isinstance(optimizer, cls) and type(optimizer).step is cls.step for cls in classes)

@@ -39,7 +39,7 @@ from lightning_topt.costs.sizes import ROOT, gradient_bytes, padded_bytes, param
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import OpGraph, Parameter
 
-_SMALL_BYTES = 1 << 20  # parameters below it are broadcast together (execution.owned_step)
+_SMALL_BYTES = 1 << 20  # parameters below it are broadcast together (optim.gather)
 
 Path = tuple[str, str, int]  # forward part, backward part, segment of a backward path
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_topt.graph.ownership import assign_owners
+from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.pieces import Piece, num_rows
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 
 
@@ -41,6 +46,15 @@ def owners_of(plan: ParallelPlan, module: nn.Module) -> dict[Tensor, int]:
     }
     owners = assign_owners({name: p.numel() for name, p in owned.items()}, plan.data_parallel_size)
     return {parameter: owners[name] for name, parameter in owned.items()}
+
+
+def owned_pieces(optimizer: Optimizer, owners: Mapping[Tensor, int]) -> list[Piece]:
+    """The parameters of `optimizer` that have an owner, each as one piece."""
+    return [
+        Piece(index, 0, num_rows(parameter), owners[parameter])
+        for index, parameter in enumerate(parameters_of(optimizer))
+        if parameter in owners
+    ]
 
 
 def _block_of(parameter: str, blocks: set[str]) -> str:

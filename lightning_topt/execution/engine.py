@@ -31,11 +31,11 @@ from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology
 from lightning_topt.execution import full_state
-from lightning_topt.execution.blocks import check_blocks, owners_of, recomputed_blocks
+from lightning_topt.execution.blocks import check_blocks, owned_pieces, owners_of, recomputed_blocks
 from lightning_topt.execution.checkpointing import apply_recomputation, remove_recomputation
 from lightning_topt.execution.mesh import build_mesh, check_world_size
-from lightning_topt.execution.owned_step import install_owned_step, remove_owned_step
 from lightning_topt.execution.sharded import Sharding, broadcast_buffers
+from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
 from lightning_topt.plan.parallel_plan import ParallelPlan
 
 State = dict[str, Any]
@@ -130,6 +130,7 @@ class ReplicatedEngine(Engine):
         self._wrap = wrap or self._wrap_ddp
         self._topology, self._nonfinite = topology, nonfinite
         self._owners: dict[Tensor, int] = {}
+        self._steps: dict[Optimizer, ParallelStep] = {}
         self._model: nn.Module = module
 
     def _wrap_ddp(self, module: nn.Module) -> nn.Module:
@@ -155,7 +156,8 @@ class ReplicatedEngine(Engine):
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         for optimizer in self.optimizers:
-            install_owned_step(optimizer, owners=self._owners, rank=dist.get_rank())
+            if pieces := owned_pieces(optimizer, self._owners):
+                self._steps[optimizer] = install_parallel_step(optimizer, pieces=pieces)
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
@@ -177,14 +179,14 @@ class ReplicatedEngine(Engine):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> State:
-        if not self._owners:
+        step = self._steps.get(optimizer)
+        if step is None:
             return optimizer.state_dict()
-        return full_state.gather_owned_optimizer_state(optimizer, self._owners, self.device)
+        step.consolidate_state_dict()
+        return step.state_dict() if dist.get_rank() == 0 else {}
 
     @override
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        if self._owners:
-            state = full_state.own_optimizer_state(optimizer, state, self._owners, dist.get_rank())
         optimizer.load_state_dict(dict(state))
 
     @override
@@ -195,8 +197,8 @@ class ReplicatedEngine(Engine):
 
     @override
     def release(self) -> None:
-        for optimizer in self.optimizers:
-            remove_owned_step(optimizer)
+        for step in self._steps.values():
+            step.detach()
         remove_recomputation(self.module)
         self._model, self.optimizers = self.module, []
 

@@ -1,0 +1,201 @@
+"""Whether the parallel optimizer step knows when it pays: a sweep over sizes, links and optimizers.
+
+    sudo python -m benchmarks.optimizer_decision                      # 2 ranks; at 1 Gb/s in a lab, and on this machine
+    python -m benchmarks.optimizer_decision --links unlimited         # without root
+    python -m benchmarks.optimizer_decision --quick --links unlimited # small sizes, two rounds; printed, not kept
+    python -m benchmarks.optimizer_decision --report                  # the tables from what was measured
+
+In every case three copies of one optimizer take turns, round by round: plain, shared, and one that decided for itself in its
+first steps. A decision is right if what it chose was faster, or if the two differ by no more than 2 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, ROOT, machine
+from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.optimizer_decision_run import SIZES
+
+FILE = RESULTS / "optimizer_decision.json"
+OPTIMIZERS = ("SGD", "AdamW, fused", "AdamW", "LAMB", "Adafactor", "Muon")
+LINKS = ("unlimited", "1gbit")
+QUICK_SIZES = ("0.1", "1")
+TIE = 0.02
+RUN = "benchmarks.optimizer_decision_run"
+
+
+def run(link: str, *, arguments: Sequence[str], timeout: float) -> dict[str, Any]:
+    """Everything measured on one link. Raises LabError when a rank fails, or where there can be no lab."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = ["-m", RUN, "--out", str(out), *arguments]
+        if link == "unlimited":
+            _run_here(command, timeout=timeout)
+        else:
+            with Lab(2, rate=link) as lab:
+                lab.run(command, timeout=timeout)
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
+
+
+def _run_here(command: Sequence[str], *, timeout: float) -> None:
+    """``python *command`` on two ranks of this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryFile("w+") as output:
+        job = subprocess.Popen(
+            [*launcher, *command],
+            env=environment,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # to be ended with its ranks
+        )
+        try:
+            status = job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+        if status != 0:
+            output.seek(0)
+            why = f"did not end within {timeout:.0f} s" if status is None else f"failed with status {status}"
+            raise LabError(f"the ranks' job {why}:\n{output.read()[-4000:]}")
+
+
+def ratio(case: dict[str, Any]) -> float:
+    """How many times faster sharing is than the plain step: median over rounds."""
+    pairs = zip(case["seconds"]["plain"], case["seconds"]["shared"], strict=True)
+    return statistics.median(plain / shared for plain, shared in pairs)
+
+
+def is_right(case: dict[str, Any]) -> bool:
+    """Whether the faster way was chosen, or both take the same time."""
+    faster = ratio(case)
+    return abs(faster - 1) <= TIE or (faster > 1) == case["pays"]
+
+
+def loss(case: dict[str, Any]) -> float:
+    """How much longer the optimizer that decided takes than the plain step: median over rounds."""
+    pairs = zip(case["seconds"]["decided"], case["seconds"]["plain"], strict=True)
+    return statistics.median(decided / plain for decided, plain in pairs) - 1
+
+
+def cell(case: dict[str, Any]) -> str:
+    """Times, ratio and decision of one case."""
+    plain, shared = (1e3 * statistics.median(case["seconds"][kind]) for kind in ("plain", "shared"))
+    chosen = "shared" if case["pays"] else "plain"
+    wrong = "" if is_right(case) else ", **wrong**"
+    return f"{plain:.1f} / {shared:.1f}: {ratio(case):.2f}, {chosen}{wrong}"
+
+
+def cases(results: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, case) of all that was measured."""
+    for link, of_link in results.items():
+        for optimizer, of_optimizer in of_link.items():
+            for size, case in of_optimizer.items():
+                yield f"{optimizer}, {size} M, {link}", case
+
+
+def table(link: str, of_link: dict[str, Any]) -> list[str]:
+    """The section of one link."""
+    sizes = list(dict.fromkeys(size for of_optimizer in of_link.values() for size in of_optimizer))
+    lines = [
+        f"## Link: {link}",
+        "",
+        "| | " + " | ".join(f"{size} M" for size in sizes) + " |",
+        "|---|" + "---|" * len(sizes),
+    ]
+    for optimizer, of_optimizer in of_link.items():
+        cells = [cell(of_optimizer[size]) if size in of_optimizer else "" for size in sizes]
+        lines.append(f"| {optimizer} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def summary(results: dict[str, Any]) -> list[str]:
+    """The share of right decisions, and what the wrong ones cost."""
+    everything = list(cases(results))
+    if not everything:
+        return []
+    right = sum(is_right(case) for _, case in everything)
+    ties = sum(abs(ratio(case) - 1) <= TIE for _, case in everything)
+    name, worst = max(everything, key=lambda pair: loss(pair[1]))
+    lines = [
+        f"**{right} of {len(everything)} decisions right ({100 * right / len(everything):.1f} %)**, {ties} of them ties. "
+        f"Against the plain step, the step that decided takes at most {100 * loss(worst):+.1f} % ({name}).",
+        "",
+    ]
+    for name, case in everything:
+        if not is_right(case):
+            lines.append(f"- wrong: {name}: sharing is {ratio(case):.2f} times as fast; {' '.join(case['said'])}")
+    return [*lines, ""]
+
+
+def report(results: dict[str, Any], where: str) -> str:
+    """The page."""
+    rounds = next((len(case["seconds"]["plain"]) for _, case in cases(results)), 0)
+    lines = [
+        "# When the parallel optimizer step pays: decisions against measurements",
+        "",
+        where,
+        "",
+        "`python -m benchmarks.optimizer_decision`: 2 ranks on this machine, one thread each, gloo, float32, blocks of "
+        "language models (Muon: their matrices). The link of 1gbit is a lab's (network namespaces with a token bucket), "
+        "unlimited is loopback. "
+        f"Milliseconds of `optimizer.step()` on the slowest rank, plain / shared; median of {rounds} interleaved "
+        "rounds; then how many times faster sharing is (median of the rounds' ratios) and what was decided in the first "
+        f"steps. A decision counts as right if the faster way was chosen or they differ by at most {100 * TIE:.0f} %.",
+        "",
+        *summary(results),
+    ]
+    for link, of_link in results.items():
+        lines += table(link, of_link)
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=LINKS)
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args(arguments)
+    end_on_signals()
+    sizes = options.sizes or (QUICK_SIZES if options.quick else [size for size in SIZES if float(size) >= 1])
+    rounds = 2 if options.quick else options.rounds
+    results: dict[str, Any] = {} if options.quick or not FILE.exists() else json.loads(FILE.read_text())
+    for link in () if options.report else options.links:
+        print(link, flush=True)
+        chosen = ["--sizes", *sizes, "--rounds", str(rounds), "--optimizers", *options.optimizers]
+        try:
+            measured = run(link, arguments=chosen, timeout=3000)
+        except LabError as error:
+            sys.exit(f"optimizer_decision: {error}")
+        for optimizer, of_optimizer in measured.items():
+            known = results.setdefault(link, {}).setdefault(optimizer, {})
+            known.update(of_optimizer)
+        if not options.quick:
+            FILE.write_text(json.dumps(results, indent=1) + "\n")
+    text = report(results, machine())
+    if not options.quick:
+        (RESULTS / "optimizer_decision.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Parameters of language models whose forward and backward cost next to nothing, and optimizers over them.
+
+A step of such a model is the exchange of gradients and the update, which is what the benchmarks of the optimizer step time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+try:
+    import pytorch_optimizer
+except ModuleNotFoundError:
+    pytorch_optimizer = None
+
+from lightning_topt.optim.lamb import LAMB
+
+Shapes = list[dict[str, tuple[int, ...]]]  # of the parameters, block by block
+
+
+def gpt_shapes(width: int, depth: int, vocabulary: int) -> Shapes:
+    """The embedding, then `depth` blocks of attention and perceptron."""
+    block = {
+        "norm1": (width,),
+        "qkv": (3 * width, width),
+        "out": (width, width),
+        "norm2": (width,),
+        "up": (4 * width, width),
+        "down": (width, 4 * width),
+    }
+    return [{"embedding": (vocabulary, width)}, *(dict(block) for _ in range(depth)), {"norm": (width,)}]
+
+
+def square_shapes(width: int, number: int) -> Shapes:
+    """Blocks of four square matrices."""
+    return [{f"square{i}": (width, width) for i in range(4)} for _ in range(number // 4)]
+
+
+def count(shapes: Shapes) -> int:
+    """Parameters in all."""
+    return sum(torch.Size(shape).numel() for block in shapes for shape in block.values())
+
+
+class _Given(torch.autograd.Function):
+    """Passes `x` on; backward gives every parameter a slice of `noise` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noise: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.noise, ctx.shapes = noise, [parameter.shape for parameter in parameters]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, None, *(ctx.noise[: shape.numel()].view(shape) for shape in ctx.shapes)
+
+
+class Block(nn.Module):
+    """Parameters that get their gradients together."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], noise: Tensor, generator: torch.Generator) -> None:
+        super().__init__()
+        self.noise = noise
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).mul_(0.02)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Given.apply(x, self.noise, *self.parameters(recurse=False))
+
+
+class Model(nn.Module):
+    """Blocks in a row; the loss is a number whose gradients are those of this `rank`, the same in every step."""
+
+    def __init__(self, shapes: Shapes, *, rank: int) -> None:
+        super().__init__()
+        largest = max(torch.Size(shape).numel() for block in shapes for shape in block.values())
+        noise = _noise(largest, rank)
+        generator = torch.Generator().manual_seed(0)
+        self.blocks = nn.ModuleList(Block(block, noise, generator) for block in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+@cache
+def _noise(numel: int, rank: int) -> Tensor:
+    """The same memory for all models of a rank."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1 + rank)).mul_(0.01)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One optimizer of a run: its class, options, and which parameters it has by name and number of dims."""
+
+    optimizer_class: Callable[..., Optimizer]
+    options: dict[str, Any]
+    takes: Callable[[str, int], bool] = lambda name, dims: True
+
+    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """Its parameters of `model`."""
+        return [p for name, p in model.named_parameters() if self.takes(name, p.dim())]
+
+    def make(self, model: nn.Module) -> Optimizer:
+        """The optimizer as a user makes it."""
+        return self.optimizer_class(self.parameters(model), **self.options)
+
+
+def hidden_matrix(name: str, dims: int) -> bool:
+    """What Muon is for."""
+    return dims == 2 and "embedding" not in name
+
+
+def parts(name: str) -> Sequence[Part]:
+    """The optimizers that `name` stands for. Raises ValueError where a package or torch version lacks one."""
+    simple: dict[str, Part] = {
+        "SGD": Part(SGD, {"lr": 1e-3, "momentum": 0.9}),
+        "AdamW, fused": Part(AdamW, {"lr": 1e-4, "fused": True}),
+        "AdamW, foreach": Part(AdamW, {"lr": 1e-4, "foreach": True}),
+        "AdamW": Part(AdamW, {"lr": 1e-4}),
+        "LAMB": Part(LAMB, {"lr": 1e-3}),
+        "Adafactor": Part(Adafactor, {"lr": 1e-3}),
+    }
+    if name in simple:
+        return [simple[name]]
+    if name == "Muon":
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"torch {torch.__version__} has no Muon")
+        rest = Part(AdamW, {"lr": 1e-4, "fused": True}, lambda name, dims: not hidden_matrix(name, dims))
+        return [Part(torch.optim.Muon, {"lr": 1e-3}, hidden_matrix), rest]
+    if name in ("Shampoo", "SOAP"):
+        if pytorch_optimizer is None:
+            raise ValueError(f'{name} needs pytorch-optimizer: pip install "lightning-topt[optimizers]"')
+        return [Part(getattr(pytorch_optimizer, name), {"lr": 1e-4})]
+    raise ValueError(f"{name!r} is not an optimizer of this benchmark")

@@ -1,0 +1,225 @@
+"""Optimizer state that is spread over ranks: its full form, and the part of a full form that a rank keeps.
+
+A rank keeps the state of an own piece under a tensor that stands for the piece in the optimizer, its *key*: the parameter
+itself where the piece is all of it. What a piece of several rows has in the shape of its rows is cut with the rows; anything
+else (a step count) is equal on all owners of the parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from lightning_topt.optim.pieces import Piece, is_whole
+
+State = dict[Any, Any]
+Keys = Mapping[Piece, Tensor]
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """A tensor that is on another rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool  # also where parameters are on a device (step counts)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters in the order in which pieces and ``Optimizer.state_dict`` count them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@torch.no_grad()
+def keep_own_state(optimizer: Optimizer, pieces: Sequence[Piece], *, keys: Keys) -> None:
+    """Cut whole state, kept under the parameters, down to this rank's pieces; state that is cut already stays.
+
+    `keys` has the tensor that stands for each own piece. Parameters without pieces keep their state.
+    """
+    parameters = parameters_of(optimizer)
+    by_index = _by_index(pieces)
+    for index, of_parameter in by_index.items():
+        parameter = parameters[index]
+        if parameter not in optimizer.state:
+            continue
+        whole = optimizer.state.pop(parameter)
+        for piece in of_parameter:
+            if piece in keys:
+                optimizer.state[keys[piece]] = _part(whole, parameter, piece=piece, key=keys[piece])
+
+
+def check_cut_state(optimizer: Optimizer, *, keys: Keys) -> None:
+    """Raise ValueError where state of rows is neither of their shape nor a single value: its rule may not be cut."""
+    parameters = parameters_of(optimizer)
+    cut = {piece: key for piece, key in keys.items() if not is_whole(piece, parameters[piece.index])}
+    for piece, key in cut.items():
+        for leaf in tree_leaves(dict(optimizer.state.get(key, {}))):
+            if isinstance(leaf, Tensor) and leaf.numel() > 1 and leaf.shape != key.shape:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps state of shape {tuple(leaf.shape)} for rows of shape "
+                    f"{tuple(key.shape)} of parameter {piece.index}: it is not an update of single elements; split it by "
+                    'whole parameters (declare the rule "parameters")'
+                )
+
+
+def gather_state_dict(
+    optimizer: Optimizer, pieces: Sequence[Piece], *, keys: Keys, group: dist.ProcessGroup | None = None
+) -> State:
+    """The full state, as the optimizer's own ``state_dict`` writes it, on rank 0 of `group`; elsewhere {}.
+
+    Collective call. Tensors travel one by one and arrive on the CPU, so that no device holds more than one extra tensor.
+    """
+    whole = dict(whole_states(optimizer, pieces, keys=keys, group=group, to=0))
+    return state_dict_of(optimizer, pieces, whole) if dist.get_rank(group) == 0 else {}
+
+
+def state_dict_of(optimizer: Optimizer, pieces: Sequence[Piece], whole: Mapping[int, State]) -> State:
+    """What the ``state_dict`` of the optimizer's class returns with the `whole` states of parameters that have pieces."""
+    parameters, spread = parameters_of(optimizer), {piece.index for piece in pieces}
+    state = optimizer.state
+    full = copy.copy(state)
+    full.clear()
+    for index, parameter in enumerate(parameters):
+        if index in spread and index in whole:
+            full[parameter] = whole[index]
+        elif index not in spread and parameter in state:
+            full[parameter] = _to_host(state[parameter])
+    full.update({key: value for key, value in state.items() if not isinstance(key, Tensor)})
+    optimizer.state = full
+    try:
+        return dict(type(optimizer).state_dict(optimizer))
+    finally:
+        optimizer.state = state
+
+
+@torch.no_grad()
+def whole_states(
+    optimizer: Optimizer,
+    pieces: Sequence[Piece],
+    *,
+    keys: Keys,
+    group: dist.ProcessGroup | None = None,
+    to: int | None = None,
+) -> Iterator[tuple[int, State]]:
+    """(index of a parameter with pieces, its whole state) on rank `to` in CPU memory, or on all ranks where it lives.
+
+    Collective: all ranks exhaust the iterator; ranks that receive nothing get nothing. Parameters that no owner has state
+    of are left out.
+    """
+    parameters, rank = parameters_of(optimizer), dist.get_rank(group)
+    own = {piece: dict(optimizer.state[key]) for piece, key in keys.items() if key in optimizer.state}
+    outlines: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outlines, {piece: tree_map(_outline, state) for piece, state in own.items()}, group=group)
+    everyone: dict[Piece, Any] = {piece: outline for of_rank in outlines for piece, outline in of_rank.items()}
+    for index, of_parameter in sorted(_by_index(pieces).items()):
+        known = [piece in everyone for piece in of_parameter]
+        if not any(known):
+            continue
+        assert all(known), f"state of some rows of parameter {index} only"
+        move = _Move(group, to, parameters[index].device)
+        parts = [
+            [move(outline, leaf, piece.owner) for outline, leaf in _leaf_pairs(everyone[piece], own.get(piece))]
+            for piece in of_parameter
+        ]
+        if to is None or rank == to:
+            yield index, _joined(parts, everyone, of_parameter, parameters[index])
+
+
+@dataclass(frozen=True)
+class _Move:
+    """Brings a leaf from its owner to rank `to`, or to all; None where it does not come to."""
+
+    group: dist.ProcessGroup | None
+    to: int | None
+    device: torch.device
+
+    def __call__(self, outline: Any, leaf: Any, owner: int) -> Any:
+        if not isinstance(outline, _Outline):
+            return outline
+        rank = dist.get_rank(self.group)
+        if self.to == owner:
+            return leaf.detach().to("cpu", copy=True) if rank == owner else None
+        if self.to is not None and rank not in (self.to, owner):
+            return None
+        travels_on = "cpu" if dist.get_backend(self.group) == "gloo" else self.device
+        buffer = torch.empty(outline.shape, dtype=outline.dtype, device=travels_on) if leaf is None else leaf
+        buffer = buffer.detach().to(travels_on).contiguous()
+        if self.to is None:
+            dist.broadcast(buffer, group=self.group, group_src=owner)
+        elif rank == owner:
+            dist.send(buffer, group=self.group, group_dst=self.to)
+            return None
+        else:
+            dist.recv(buffer, group=self.group, group_src=owner)
+        return buffer.to("cpu" if outline.on_host or self.to is not None else self.device)
+
+
+def _joined(
+    parts: Sequence[Sequence[Any]], everyone: Mapping[Piece, Any], pieces: Sequence[Piece], like: Tensor
+) -> State:
+    """The state of a whole parameter from the leaves of its pieces."""
+    outlines = [tree_leaves(everyone[piece]) for piece in pieces]
+    leaves, spec = tree_flatten(everyone[pieces[0]])
+    for position in range(len(leaves)):
+        of_pieces = [leaves_of_piece[position] for leaves_of_piece in parts]
+        shapes = [getattr(leaves_of_piece[position], "shape", None) for leaves_of_piece in outlines]
+        cut = [(piece.stop - piece.start, *like.shape[1:]) for piece in pieces]
+        joined = torch.cat(of_pieces) if len(pieces) > 1 and shapes == cut else of_pieces[0]
+        leaves[position] = laid_out(joined, like)
+    state = tree_unflatten(leaves, spec)
+    assert isinstance(state, dict)
+    return state
+
+
+def _leaf_pairs(outline: Any, state: State | None) -> list[tuple[Any, Any]]:
+    outlines = tree_leaves(outline)
+    leaves = [None] * len(outlines) if state is None else tree_leaves(state)
+    return list(zip(outlines, leaves, strict=True))
+
+
+def _outline(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _Outline(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
+    return leaf
+
+
+def _part(state: Mapping[Any, Any], parameter: Tensor, *, piece: Piece, key: Tensor) -> State:
+    """The state of `piece`, apart from the memory of the `state` of the whole parameter where rows are cut."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        if leaf.dim() == 0 or leaf.shape != parameter.shape:
+            return leaf.clone()
+        return torch.empty_like(key, dtype=leaf.dtype, device=leaf.device).copy_(leaf[piece.start : piece.stop])
+
+    whole = is_whole(piece, parameter)
+    return dict(tree_map((lambda leaf: laid_out(leaf, key)) if whole else cut, dict(state)))
+
+
+def laid_out(leaf: Any, like: Tensor) -> Any:
+    """`leaf` with the strides of the parameter that it belongs to: fused kernels take equal ones for granted."""
+    if not isinstance(leaf, Tensor) or leaf.shape != like.shape or leaf.stride() == like.stride():
+        return leaf
+    return torch.empty_like(like, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
+
+
+def _to_host(state: Mapping[Any, Any]) -> State:
+    return dict(
+        tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, dict(state))
+    )
+
+
+def _by_index(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
+    by_index: dict[int, list[Piece]] = {}
+    for piece in sorted(pieces):
+        by_index.setdefault(piece.index, []).append(piece)
+    return by_index

@@ -1,0 +1,160 @@
+"""Updated rows from their owners to all ranks.
+
+A large piece is broadcast in place, small ones of one owner travel together; all messages are under way at once. On gloo
+one broadcast per owner is faster than its all-gather (`communication.collectives`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.optim.pieces import Piece, check_pieces, rows_of
+
+SMALL_BYTES = 1 << 20  # below this, a broadcast costs latency rather than bandwidth: such pieces travel together
+PACK_BYTES = 8 << 20  # small pieces travel in packs of about this size: packing one overlaps with sending another
+
+
+def sent_dtype(parameter: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """How values of `parameter` travel: as `dtype` where it is narrower than the parameter's own floating-point type."""
+    narrower = dtype is not None and parameter.is_floating_point() and dtype.itemsize < parameter.element_size()
+    return dtype if narrower and dtype is not None else parameter.dtype
+
+
+@dataclass
+class _Message:
+    """One broadcast: `buffer` is the memory of its only piece, or `parts` are the views (of each piece) into it."""
+
+    owner: int
+    pieces: list[Piece]
+    rows: list[Tensor]
+    buffer: Tensor
+    parts: list[Tensor] | None
+    copied: bool  # what the owner sends is not its rows: it takes the sent values, too
+
+    def fill(self, sources: Mapping[Piece, Tensor]) -> None:
+        if self.parts is not None:
+            values = [sources.get(piece, rows) for piece, rows in zip(self.pieces, self.rows, strict=True)]
+            torch._foreach_copy_(self.parts, values)
+
+    def unpack(self, rank: int) -> None:
+        if self.parts is not None and (self.copied or rank != self.owner):
+            torch._foreach_copy_(self.rows, self.parts)
+
+
+class PendingGather:
+    """A gather under way; `wait` until the parameters hold the owners' values."""
+
+    def __init__(self, messages: Sequence[tuple[_Message, Any]], *, rank: int) -> None:
+        self._messages, self._rank = list(messages), rank
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Block until all rows are here; a second call returns at once.
+
+        Raises PeerLostError when a rank is gone or late beyond the timeout of the group.
+        """
+        messages, self._messages = self._messages, []
+        for message, work in messages:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerLostError(
+                    f"rank {self._rank} did not receive what rank {message.owner} of its group updated: a rank is gone, or "
+                    f"slower than the timeout of the process group; parameters are half updated, go back to a checkpoint: "
+                    f"{error}"
+                ) from error
+            message.unpack(self._rank)
+
+
+class PieceGather:
+    """Sends the rows of every piece from its owner to the other ranks of `group`.
+
+    With `dtype` (``torch.bfloat16``), wider floating-point values travel in it and all ranks, the owner too, hold the rounded
+    values afterwards. `sources` has what this rank sends where it is not the rows themselves: rounded or scattered ones.
+    Buffers for what is packed or rounded are kept between steps. Raises ValueError for pieces that do not cover their
+    parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        pieces: Sequence[Piece],
+        *,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        sources: Mapping[Piece, Tensor] | None = None,
+    ) -> None:
+        check_pieces(pieces, parameters, world_size=dist.get_world_size(group))
+        self.parameters, self.pieces = list(parameters), sorted(pieces)
+        self.group, self.dtype, self.sources = group, dtype, sources or {}
+        self.rank = dist.get_rank(group)
+        self._planned_for: Any = None
+        self._plan: list[_Message] = []
+
+    @torch.no_grad()
+    def start(self, indices: Collection[int] | None = None) -> PendingGather:
+        """Begin to send the pieces of the parameters `indices` (default: of all); the same ones on all ranks."""
+        under_way = []
+        for message in self._messages(indices):
+            if message.owner == self.rank:
+                message.fill(self.sources)
+            try:
+                work = dist.broadcast(message.buffer, group=self.group, group_src=message.owner, async_op=True)
+            except RuntimeError as error:
+                raise PeerLostError(f"rank {self.rank} cannot reach the other ranks of its group: {error}") from error
+            under_way.append((message, work))
+        return PendingGather(under_way, rank=self.rank)
+
+    def gather(self, indices: Collection[int] | None = None) -> None:
+        """`start` and wait."""
+        self.start(indices).wait()
+
+    def _messages(self, indices: Collection[int] | None) -> list[_Message]:
+        """The messages, planned again when other parameters are sent or a parameter has got other memory."""
+        chosen = None if indices is None else frozenset(indices)
+        pieces = [piece for piece in self.pieces if chosen is None or piece.index in chosen]
+        state = chosen, [self.parameters[index].data_ptr() for index in dict.fromkeys(piece.index for piece in pieces)]
+        if self._planned_for != state:
+            self._planned_for, self._plan = state, list(self._planned(pieces))
+        return self._plan
+
+    def _planned(self, pieces: Sequence[Piece]) -> Iterator[_Message]:
+        """Owners take turns, so that links carry both directions at once."""
+        large: dict[int, list[_Message]] = {}
+        packs: dict[tuple[Any, ...], list[list[Piece]]] = {}
+        filled: dict[tuple[Any, ...], int] = {}
+        for piece in pieces:
+            rows = rows_of(self.parameters[piece.index], piece)
+            dtype = sent_dtype(rows, self.dtype)
+            size, kind = rows.numel() * dtype.itemsize, (piece.owner, dtype, rows.dtype, rows.device)
+            if size >= SMALL_BYTES:
+                large.setdefault(piece.owner, []).append(self._message([piece], dtype))
+            elif size:
+                if filled.get(kind, PACK_BYTES) + size > PACK_BYTES:
+                    packs.setdefault(kind, []).append([])
+                    filled[kind] = 0
+                packs[kind][-1].append(piece)
+                filled[kind] += size
+        for kind, of_kind in packs.items():
+            large.setdefault(kind[0], []).extend(self._message(pack, kind[1]) for pack in of_kind)
+        in_turns = chain.from_iterable(zip_longest(*(large[owner] for owner in sorted(large))))
+        return (message for message in in_turns if message is not None)
+
+    def _message(self, pieces: list[Piece], dtype: torch.dtype) -> _Message:
+        rows = [rows_of(self.parameters[piece.index], piece) for piece in pieces]
+        owner, first = pieces[0].owner, rows[0]
+        copied = dtype != first.dtype or any(piece in self.sources for piece in pieces)
+        if len(rows) == 1 and first.is_contiguous() and dtype == first.dtype:
+            return _Message(owner, pieces, rows, first.view(-1), None, copied)
+        sizes = [part.numel() for part in rows]
+        buffer = torch.empty(sum(sizes), dtype=dtype, device=first.device)
+        parts = [part.view(own.shape) for part, own in zip(torch.split(buffer, sizes), rows, strict=True)]
+        return _Message(owner, pieces, rows, buffer, parts, copied)

@@ -1,0 +1,212 @@
+"""Steps of a copy of the user's optimizer on small tensors, to see what one parameter's update depends on."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_topt.optim.counters import Counters
+
+_MAX_DIM = 160  # thresholds on sizes (Adafactor's "factor from 128 on") are usually below
+_MAX_KERNEL_DIM = 3  # dims after the second
+_MAX_GROUPS = 8
+_MIN_STEPS, _MAX_STEPS = 4, 50
+_SCALE = 0.1  # of trial parameters: small, so that rounding of the parameter hides little of its change
+_RELATIVE, _ULPS = 1e-3, 8.0  # two results are the same within this part of the change, and this many roundings
+_SEED = 20101
+
+
+class TrialError(ValueError):
+    """The copy could not be made or stepped."""
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What is tried: the options of each group and the shapes of a few of its parameters; and for how many steps."""
+
+    options: tuple[dict[str, Any], ...]
+    shapes: tuple[tuple[torch.Size, ...], ...]
+    device: torch.device
+    num_steps: int
+
+    @property
+    def groups_of(self) -> list[int]:
+        """The group of each trial parameter."""
+        return [group for group, shapes in enumerate(self.shapes) for _ in shapes]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """After the last step: each tried parameter, its state, what the optimizer keeps per group, and for all of them."""
+
+    parameters: dict[int, Tensor]
+    states: dict[int, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    shared: dict[str, Any]
+
+
+Select = Callable[[Tensor], Tensor]  # the rows of a tensor shaped like a trial parameter that are tried
+
+
+def make_sketch(optimizer: Optimizer) -> Sketch:
+    """Two parameters of each number of dims in each group (of more than eight, eight different ones), in their real shapes up
+    to a size, and as many steps as the largest integer option (below 50) plus one: methods that start or refresh something
+    every so many steps have that number among their options.
+    """
+    groups = optimizer.param_groups
+    if len(groups) > _MAX_GROUPS:
+        groups = list({repr(_options_of(group, without=("lr", "initial_lr"))): group for group in groups}.values())
+    groups = groups[:_MAX_GROUPS]
+    options = [_options_of(group) for group in groups]
+    numbers = [v for o in options for v in o.values() if type(v) is int and v < _MAX_STEPS]  # larger ones are sizes
+    device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+    return Sketch(
+        options=tuple({**o, **_nonzero_rate(o)} for o in options),
+        shapes=tuple(_trial_shapes(group["params"]) for group in groups),
+        device=torch.device("cpu") if device.type == "meta" else device,
+        num_steps=max(_MIN_STEPS, 1 + max(numbers, default=0)),
+    )
+
+
+def _options_of(group: Mapping[str, Any], *, without: Sequence[str] = ()) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", *without)}
+
+
+def _nonzero_rate(options: Mapping[str, Any]) -> dict[str, float]:
+    """The learning rate before any warm-up, as a number: a rate of 0 would show nothing."""
+    if "lr" not in options:
+        return {}
+    rates = [float(options[key]) for key in ("initial_lr", "lr") if options.get(key) is not None]
+    return {"lr": next((rate for rate in rates if rate > 0), 1e-2)}
+
+
+def _trial_shapes(parameters: Sequence[Tensor]) -> tuple[torch.Size, ...]:
+    by_dims: dict[int, list[torch.Size]] = defaultdict(list)
+    for parameter in parameters:
+        limits = (_MAX_DIM, _MAX_DIM, *[_MAX_KERNEL_DIM] * parameter.dim())
+        by_dims[parameter.dim()].append(torch.Size(min(d, m) for d, m in zip(parameter.shape, limits, strict=False)))
+    return tuple(shape for shapes in by_dims.values() for shape in (max(shapes, key=_numel), shapes[-1]))
+
+
+def _numel(shape: torch.Size) -> int:
+    return shape.numel()
+
+
+def run_trial(
+    optimizer: Optimizer,
+    sketch: Sketch,
+    *,
+    chosen: Sequence[int] | None = None,
+    select: Select | None = None,
+    calls: Sequence[Sequence[int]] | None = None,
+) -> Outcome:
+    """Step a copy of `optimizer` over the `chosen` trial parameters (all), or over `select`-ed rows of them.
+
+    `calls`: instead of one call per step, one for each of these sets of parameters, all from the same `Counters`. The user's
+    optimizer, its parameters and the random generators stay as they are. Raises TrialError when the copy cannot be made or
+    stepped.
+    """
+    devices = [sketch.device] if sketch.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        torch.manual_seed(_SEED)  # for methods that draw numbers
+        whole = initial_parameters(sketch)
+        chosen = range(len(whole)) if chosen is None else chosen
+        select = select or (lambda tensor: tensor)
+        parameters = {i: nn.Parameter(select(whole[i]).clone()) for i in chosen}
+        clone = _copy(optimizer, sketch, parameters)
+        for number in range(1, sketch.num_steps + 1):
+            gradients, counters = _draw(sketch, number), Counters(clone)
+            for call in calls or [chosen]:
+                counters.restore()
+                present = {i: parameters[i] for i in call}
+                _set_parameters(clone, sketch, present)
+                for i, parameter in present.items():
+                    parameter.grad = select(gradients[i]).clone()
+                _step(clone)
+        _set_parameters(clone, sketch, parameters)
+        groups = [_options_of(group) for group in clone.param_groups]
+        states = {i: dict(clone.state.get(parameter, {})) for i, parameter in parameters.items()}
+        return Outcome({i: p.detach() for i, p in parameters.items()}, states, groups, _shared(clone))
+
+
+def _shared(clone: Optimizer) -> dict[str, Any]:
+    state = {str(key): value for key, value in clone.state.items() if not isinstance(key, Tensor)}
+    return {**state, **{key: value for key, value in vars(clone).items() if type(value) in (int, float)}}
+
+
+def initial_parameters(sketch: Sketch) -> list[Tensor]:
+    """The trial parameters before the first step."""
+    return [_SCALE * tensor for tensor in _draw(sketch, 0)]
+
+
+def _draw(sketch: Sketch, number: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(_SEED + number)
+    shapes = [shape for group in sketch.shapes for shape in group]
+    return [torch.randn(shape, generator=generator).to(sketch.device) for shape in shapes]
+
+
+def _copy(optimizer: Optimizer, sketch: Sketch, parameters: Mapping[int, nn.Parameter]) -> Optimizer:
+    clone: Optimizer = type(optimizer).__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): clone}
+    # Methods on the instance are a scheduler's or a wrapper's; hooks belong to the real run.
+    hooks = {name for name in vars(optimizer) if name.endswith("_hooks")}
+    methods = {name for name, value in vars(optimizer).items() if callable(value) and hasattr(type(optimizer), name)}
+    left_out = {"state", "param_groups", "consolidate_state_dict", *hooks, *methods}
+    try:
+        kept = {k: copy.deepcopy(v, memo) for k, v in vars(optimizer).items() if k not in left_out}
+        options = [copy.deepcopy(options, memo) for options in sketch.options]
+    except Exception as error:
+        raise TrialError(f"it cannot be copied for a trial ({error})") from error
+    vars(clone).update(kept, **{name: OrderedDict() for name in hooks})
+    clone.state = defaultdict(dict)
+    clone.param_groups = [{**group, "params": []} for group in options]
+    _set_parameters(clone, sketch, parameters)
+    return clone
+
+
+def _set_parameters(clone: Optimizer, sketch: Sketch, parameters: Mapping[int, nn.Parameter]) -> None:
+    for number, group in enumerate(clone.param_groups):
+        group["params"] = [parameters[i] for i, g in enumerate(sketch.groups_of) if g == number and i in parameters]
+
+
+def _step(clone: Optimizer) -> None:
+    try:
+        clone.step()
+    except Exception as error:
+        raise TrialError(f"a trial step without closure failed ({type(error).__name__}: {error})") from error
+
+
+def same(value: Any, twin: Any, *, change: float | None = None) -> bool:
+    """Whether two results are equal to rounding; `change`: how far the parameter has moved (else the value's own size)."""
+    if not isinstance(value, Tensor) or not isinstance(twin, Tensor):
+        if isinstance(value, float) and isinstance(twin, float):
+            return abs(value - twin) <= 1e-6 * max(abs(value), abs(twin)) or value != value
+        return _same_structure(value, twin)
+    if value.shape != twin.shape or value.dtype != twin.dtype:
+        return False
+    if torch.equal(value, twin) or not value.numel():
+        return True
+    if not value.is_floating_point():
+        return False
+    value, twin = value.double(), twin.double()
+    largest = float(value.abs().max())
+    allowed = _RELATIVE * (largest if change is None else change) + _ULPS * torch.finfo(torch.float32).eps * largest
+    return bool((value - twin).abs().max() <= allowed)
+
+
+def _same_structure(value: Any, twin: Any) -> bool:
+    if type(value) is not type(twin):
+        return False
+    if isinstance(value, Mapping):
+        return value.keys() == twin.keys() and all(same(v, twin[k]) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return len(value) == len(twin) and all(map(same, value, twin))
+    # Of other objects every trial makes its own: not held against it, since what they do shows in the parameters.
+    return type(value).__module__ != "builtins" or bool(value == twin)

@@ -1,0 +1,280 @@
+"""The step of one optimizer over a fit: plain and measured at first, then shared between ranks where that pays."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import nan
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from lightning_topt.optim.assignment import Share, assign_pieces
+from lightning_topt.optim.decision import Decision, GatherCost, choose_pieces, measure_gather
+from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.gather import sent_dtype
+from lightning_topt.optim.lamb import LAMB
+from lightning_topt.optim.lars import LARS
+from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
+from lightning_topt.optim.pieces import Piece
+from lightning_topt.optim.step_costs import (
+    Work,
+    combine,
+    estimate_seconds,
+    make_shares,
+    measure_step,
+    parameter_kinds,
+    slowest_of_ranks,
+    time_step,
+)
+from lightning_topt.optim.trust_ratios import share_trust_ratios, unshare_trust_ratios
+from lightning_topt.optim.update_rule import UpdateRule, calls_may_repeat, is_one_of
+
+WARMUP_STEPS = 1
+# Of the steps that follow, the time as a whole, or of one kind of parameters after the other.
+MEASURED_STEPS = ("whole", "kinds", "whole", "kinds", "whole")
+RATIO_STEPS = 4  # of LARS with shared norms, the first of which warms up
+# Whole parameters, but an update costs about the same per element; others are taken for matrix functions (Muon, Shampoo).
+_EVEN_WORK: tuple[type[Optimizer], ...] = (optim.Adafactor, LARS, LAMB)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What all optimizers of a fit have in common.
+
+    `group`: the ranks, and the timeout of every wait. `reduced`: the parameters whose gradients are equal on all of them; only
+    these are shared. `always`: every group, from the first step, without measuring.
+    """
+
+    group: dist.ProcessGroup
+    reduced: frozenset[Tensor]
+    always: bool = False
+    gather_dtype: torch.dtype | None = None
+
+
+class AdaptiveStep:
+    """Replaces ``optimizer.step`` during a fit, from `start` to `finish`; `decisions` has one entry per group once decided.
+
+    The first `WARMUP_STEPS` and `MEASURED_STEPS` are plain. Then groups whose update is worth it are shared: a `ParallelStep`
+    does them. Where none is, a LARS is tried with its norms shared (`trust_ratios`: no parameter travels), which it keeps if
+    its steps are faster so (`shares_ratios`). When parameters are added to groups or leave them, the next step decides again
+    from what is known: seconds of parameters that were never measured are estimated from the others'.
+    """
+
+    # What learning-rate schedulers leave on a step that they have wrapped, to see that it is called.
+    _wrapped_by_lr_sched = True
+
+    def __init__(
+        self, optimizer: Optimizer, *, rule: UpdateRule, sharing: Sharing, say: Callable[[str], None] = print
+    ) -> None:
+        self.optimizer, self.rule, self.sharing, self.say = optimizer, rule, sharing, say
+        self.decisions: list[Decision] = []
+        self.parallel: ParallelStep | None = None
+        self.work: Work = "elements" if rule == "elements" or is_one_of(optimizer, _EVEN_WORK) else "matrices"
+        self._own_step: Any = None  # what the instance has as `step`, of a scheduler for instance
+        self._step: Callable[..., Any] = optimizer.step
+        self._known: tuple[int, ...] = ()
+        self._decided = self._installed = False
+        self._repeats: bool | None = None
+        self._seconds: dict[Tensor, float] = {}
+        self._bytes: dict[Tensor, int] = {}
+        self._gather: GatherCost | None = None
+        self.shares_ratios = False
+        self._ratio_seconds: list[float] | None = None  # while norms are shared on trial
+        self._restart()
+
+    def _restart(self) -> None:
+        self._steps_done, self._whole_seconds = 0, list[float]()
+        self._by_kind: list[dict[int, float]] = []
+
+    def start(self) -> None:
+        """Take the place of ``optimizer.step``."""
+        self._own_step = self.optimizer.__dict__.get("step")
+        self._step, self._installed = self.optimizer.step, True
+        self.optimizer.step = self  # type: ignore[method-assign]
+
+    def _leave(self) -> None:
+        if self._own_step is None:
+            self.optimizer.__dict__.pop("step", None)
+        else:
+            self.optimizer.step = self._own_step  # type: ignore[method-assign]
+
+    def finish(self) -> None:
+        """Collective call where a group is shared: the whole state on every rank, and the optimizer's own step again."""
+        self._leave()
+        self._unshare_ratios()
+        if self.parallel is not None:
+            self.optimizer.step = self.parallel  # type: ignore[method-assign]
+            self.parallel.remove()
+            self.parallel = None
+
+    def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """One step. `closure` runs the forward and backward pass (and clipping) on whole gradients first.
+
+        Raises PeerLostError when a rank is gone or late beyond the timeout of the group.
+        """
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's wrapper would
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        output = self._update(kwargs)
+        return output if closure is None else loss
+
+    def _update(self, kwargs: dict[str, Any]) -> Any:
+        known = tuple(map(id, parameters_of(self.optimizer)))
+        changed, self._known = known != self._known, known
+        if self.sharing.always:
+            if changed:
+                self._share(self._pieces_without_measuring())
+        elif self._decided:
+            if changed:
+                self._unshare_ratios()
+                self._share(self._worthwhile_pieces())
+            if self._ratio_seconds is not None:
+                return self._step_on_trial(self._ratio_seconds, kwargs)
+        else:
+            if changed:
+                self._restart()
+            return self._measured(kwargs)
+        return (self._step if self.parallel is None else self.parallel)(**kwargs)
+
+    # ---- the first steps ------------------------------------------------------------------------------------------
+
+    def _measured(self, kwargs: dict[str, Any]) -> Any:
+        """A plain step, in pieces where it is timed by kind; after the last of them, decide."""
+        outputs: list[Any] = []
+
+        def step() -> None:
+            outputs.append(self._step(**kwargs))
+
+        number, self._steps_done = self._steps_done - WARMUP_STEPS, self._steps_done + 1
+        if number < 0:
+            step()
+        elif MEASURED_STEPS[number] == "kinds" and self._calls_may_repeat():
+            self._by_kind.append(measure_step(self.optimizer, step, kinds=parameter_kinds(self.optimizer)))
+        else:
+            self._whole_seconds.append(time_step(self.optimizer, step))
+        if number + 1 == len(MEASURED_STEPS):
+            self._decide()
+        return outputs[-1]
+
+    def _calls_may_repeat(self) -> bool:
+        if self._repeats is None:
+            hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
+            self._repeats = not hooks and calls_may_repeat(self.optimizer)
+        return self._repeats
+
+    def _decide(self) -> None:
+        if self._by_kind:
+            mine = combine(self._by_kind, whole_seconds=self._whole_seconds)
+        else:
+            mine = estimate_seconds(self.optimizer, work=self.work, whole_seconds=self._whole_seconds)
+        parameters = parameters_of(self.optimizer)
+        slowest = slowest_of_ranks(mine, device=parameters[0].device, group=self.sharing.group)
+        self._seconds = dict(zip(parameters, slowest, strict=True))
+        self._decided = True
+        self._share(self._worthwhile_pieces())
+        if self.parallel is None and isinstance(self.optimizer, LARS) and self.sharing.reduced.issuperset(parameters):
+            share_trust_ratios(self.optimizer, group=self.sharing.group)
+            self.shares_ratios, self._ratio_seconds = True, []
+
+    def _step_on_trial(self, ratio_seconds: list[float], kwargs: dict[str, Any]) -> Any:
+        """A step of LARS with shared norms; after the last of them, go on so or without."""
+        outputs: list[Any] = []
+        ratio_seconds.append(time_step(self.optimizer, lambda: outputs.append(self._step(**kwargs))))
+        if len(ratio_seconds) == RATIO_STEPS:
+            mine = [statistics.median(self._whole_seconds), statistics.median(ratio_seconds[1:])]
+            device = parameters_of(self.optimizer)[0].device
+            plain, shared = slowest_of_ranks(mine, device=device, group=self.sharing.group)
+            self._ratio_seconds = None
+            if not pays_to_share_ratios(plain, shared):
+                self._unshare_ratios()
+            verdict = "shared" if self.shares_ratios else "not shared"
+            self.say(
+                f"trust ratios: {verdict}; a step takes {1e3 * shared:.2f} ms with them shared, {1e3 * plain:.2f} without"
+            )
+        return outputs[0]
+
+    def _unshare_ratios(self) -> None:
+        if self.shares_ratios:
+            unshare_trust_ratios(self.optimizer)
+        self.shares_ratios, self._ratio_seconds = False, None
+
+    # ---- what is shared -------------------------------------------------------------------------------------------
+
+    def _share(self, pieces: Sequence[Piece]) -> None:
+        """Collective call: from this step on, `pieces` are those of the parallel step."""
+        for decision in self.decisions:
+            self.say(decision.reason)
+        if self.parallel is not None:
+            self.parallel.update_pieces(pieces)
+        elif pieces:
+            self._leave()
+            self.parallel = install_parallel_step(
+                self.optimizer, pieces=pieces, group=self.sharing.group, gather_dtype=self.sharing.gather_dtype
+            )
+            self.optimizer.step = self  # type: ignore[method-assign]
+
+    def _worthwhile_pieces(self) -> list[Piece]:
+        """Of groups for which sharing takes less time, by the seconds measured."""
+        parameters, world_size = parameters_of(self.optimizer), dist.get_world_size(self.sharing.group)
+        shares = self._shares(self._seconds_of_all())
+        if self._gather is None:
+            self._gather = measure_gather(
+                self.sharing.group,
+                device=parameters[0].device,
+                parameters=parameters,
+                pieces=assign_pieces(shares, world_size=world_size),
+            )
+        sent_bytes = {share.index: _sent_bytes(parameters[share.index], self.sharing.gather_dtype) for share in shares}
+        pieces, self.decisions = choose_pieces(
+            shares, sent_bytes=sent_bytes, world_size=world_size, gather=self._gather
+        )
+        return pieces
+
+    def _pieces_without_measuring(self) -> list[Piece]:
+        """Of all groups, in proportion to the work that is expected."""
+        shares = self._shares(estimate_seconds(self.optimizer, work=self.work, whole_seconds=[1.0]))
+        self.decisions = [
+            Decision(group, False, nan, nan, nan, f"group {group}: shared from the first step on, as told", True)
+            for group in sorted({share.group for share in shares})
+        ]
+        return assign_pieces(shares, world_size=dist.get_world_size(self.sharing.group))
+
+    def _shares(self, seconds: Sequence[float]) -> list[Share]:
+        """Those of parameters that may be shared, the same on all ranks."""
+        parameters = parameters_of(self.optimizer)
+        shares = make_shares(self.optimizer, rule=self.rule, seconds=seconds)
+        if self.parallel is None:  # the state is whole; without any to go by, the parameters' own bytes are as good
+            known = any(share.nbytes for share in shares)
+            self._bytes = {parameters[s.index]: s.nbytes if known else parameters[s.index].nbytes for s in shares}
+        per_byte = sum(self._bytes.values()) / max(1, sum(parameter.nbytes for parameter in self._bytes))
+        shares = [
+            replace(s, nbytes=self._bytes.get(parameters[s.index], round(parameters[s.index].nbytes * per_byte)))
+            for s in shares
+        ]
+        return [s for s in shares if parameters[s.index] in self.sharing.reduced and parameters[s.index].numel()]
+
+    def _seconds_of_all(self) -> list[float]:
+        """Measured, or for parameters that came later at the measured ones' seconds per unit of expected work."""
+        parameters = parameters_of(self.optimizer)
+        expected = estimate_seconds(self.optimizer, work=self.work, whole_seconds=[1.0])
+        known = [(self._seconds[p], work) for p, work in zip(parameters, expected, strict=True) if p in self._seconds]
+        total = sum(work for _, work in known)
+        rate = sum(seconds for seconds, _ in known) / total if total else 0.0
+        return [self._seconds.get(p, rate * work) for p, work in zip(parameters, expected, strict=True)]
+
+
+def pays_to_share_ratios(plain_seconds: float, shared_seconds: float) -> bool:
+    """Whether steps with shared norms are faster: the slowest rank's seconds, the same on all."""
+    return shared_seconds < plain_seconds
+
+
+def _sent_bytes(parameter: Tensor, dtype: torch.dtype | None) -> int:
+    """What travels of it in a step: nothing without a gradient."""
+    return 0 if parameter.grad is None else parameter.numel() * sent_dtype(parameter, dtype).itemsize

@@ -1,0 +1,53 @@
+"""`topt train optimizer_step=parallel`, and the group `optimizer_step` in any Hydra app."""
+
+from __future__ import annotations
+
+import json
+
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from hydra_plugins.lightning_topt_searchpath import conf_dir
+from lightning_topt import ParallelOptimizerStep
+from tests.cli.test_main import finished, topt
+
+SHORT = ["experiment=digits", "trainer.max_epochs=1", "trainer.limit_train_batches=10"]
+
+
+def test_train(tmp_path):
+    arguments = ["strategy=ddp", "optimizer_step=parallel", "optimizer_step.always=true", *SHORT]
+    result = topt("train", *arguments, f"hydra.run.dir={tmp_path}/run", folder=tmp_path)
+    finished(result)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["world_size"] == 2 and record["global_step"] == 10
+    assert "group 0: shared from the first step on, as told" in result.stdout + result.stderr
+
+
+def test_a_wrong_value_is_refused_in_one_sentence(tmp_path):
+    wrong = ["strategy=ddp", "optimizer_step=parallel", "optimizer_step.gather_dtype=int8"]
+    result = topt("train", *wrong, *SHORT, folder=tmp_path)
+    assert result.returncode == 2 and "topt: optimizer_step: gather_dtype is" in result.stderr
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return compose("train", overrides=list(overrides))
+
+
+def test_the_step_is_plain_where_nothing_is_said():
+    assert composed().optimizer_step is None
+    assert composed("optimizer_step=plain").optimizer_step is None
+
+
+def test_values_that_yaml_repeats_are_the_constructors():
+    ours, default = instantiate(composed("optimizer_step=parallel").optimizer_step), ParallelOptimizerStep()
+    assert isinstance(ours, ParallelOptimizerStep)
+    for name in ("always", "rule", "gather_dtype", "timeout_seconds"):
+        assert getattr(ours, name) == getattr(default, name)
+
+
+def test_another_hydra_app_finds_the_group(tmp_path):
+    (tmp_path / "app.yaml").write_text("defaults:\n  - optimizer_step: parallel\n  - _self_\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        config = compose("app", overrides=["optimizer_step.always=true"])
+    assert instantiate(config.optimizer_step).always

@@ -1,0 +1,121 @@
+"""The gather of pieces against copies of what every owner holds."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topt.optim import gather as gather_module
+from lightning_topt.optim.gather import PieceGather, sent_dtype
+from lightning_topt.optim.pieces import Piece, rows_of
+from tests.launch import run_ranks
+from tests.optim.parallel_cases import row_pieces, whole_pieces
+
+
+def make_parameters(owner: int) -> list[Tensor]:
+    """Fresh copies of what rank `owner` holds."""
+    return [p.clone() for p in held_by(owner)]
+
+
+@functools.cache
+def held_by(owner: int) -> list[Tensor]:
+    """Large and small, no dims, no rows, channels last, transposed, three dtypes."""
+    generator = torch.Generator().manual_seed(owner)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return [
+        make(600, 500),  # beyond SMALL_BYTES, also in halves
+        make(),
+        make(7),
+        make(8, 3, 5, 5).to(memory_format=torch.channels_last),
+        make(5, 12).t(),
+        make(9, 4).double(),
+        make(6, 2).bfloat16(),
+        torch.arange(10) + owner,
+        make(40, 3),
+        make(4, 0),
+        make(700, 400).t(),
+        torch.complex(make(4, 2), make(4, 2)),
+    ]
+
+
+def expected(pieces: list[Piece], *, dtype: torch.dtype | None) -> list[Tensor]:
+    """The obvious twin: every rank's parameters are made here and copied piece by piece."""
+    result = make_parameters(dist.get_rank())
+    for piece in pieces:
+        rows = rows_of(held_by(piece.owner)[piece.index], piece)
+        rows_of(result[piece.index], piece).copy_(rows.to(sent_dtype(rows, dtype)))
+    return result
+
+
+def gathers(rank: int) -> int:
+    world_size, checked = dist.get_world_size(), 0
+    for split in (whole_pieces, row_pieces):
+        for dtype in (None, torch.bfloat16):
+            for chosen in (None, {0, 2, 3, 8}, set()):
+                parameters = make_parameters(rank)
+                layouts = [p.stride() for p in parameters]
+                pieces = split(parameters, world_size)
+                gather = PieceGather(parameters, pieces, dtype=dtype)
+                pending = gather.start(chosen)
+                pending.wait()
+                pending.wait()
+                wanted = expected([p for p in pieces if chosen is None or p.index in chosen], dtype=dtype)
+                for index, (got, want) in enumerate(zip(parameters, wanted, strict=True)):
+                    assert got.equal(want), (split.__name__, dtype, chosen, index)
+                assert layouts == [p.stride() for p in parameters]
+                checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_ranks_have_what_owners_hold(world_size: int) -> None:
+    assert run_ranks(gathers, world_size) == [12] * world_size
+
+
+def again(rank: int) -> None:
+    """Repeated gathers see new values, new memory and other parameters; several may be under way at once."""
+    gather_module.PACK_BYTES = 100  # more than one pack of small pieces
+    parameters = [torch.zeros(6, 2) for _ in range(5)]
+    pieces = row_pieces(parameters, 2)
+    gather = PieceGather(parameters, pieces)
+    for step in range(4):
+        if step == 2:
+            parameters[1].data = torch.zeros(6, 2)
+        for p in parameters:
+            p.fill_(rank + 10 * step)
+        first, second = gather.start({0, 1}), PieceGather(parameters, pieces).start({2, 3})
+        first.wait()
+        second.wait()
+        for piece in pieces:
+            value = (piece.owner if piece.index < 4 else rank) + 10 * step
+            assert rows_of(parameters[piece.index], piece).eq(value).all()
+
+
+def test_gathers_again() -> None:
+    run_ranks(again, 2)
+
+
+def sources(rank: int) -> None:
+    """What an owner sends may be apart from the parameter; only its rounded values arrive, on the owner too."""
+    parameter, pieces = torch.zeros(4, 3), [Piece(0, 0, 1, 0), Piece(0, 1, 4, 1)]
+    exact = {piece: rows_of(torch.full((4, 3), 1 + 2**-12), piece) + rank for piece in pieces if piece.owner == rank}
+    PieceGather([parameter], pieces, dtype=torch.bfloat16, sources=exact).gather()
+    assert parameter[:1].eq(1).all() and parameter[1:].eq(2).all()
+    assert all(tensor.eq(1 + 2**-12 + rank).all() for tensor in exact.values())
+    group = dist.new_group([1, 0])  # owners are ranks of the group
+    parameter.fill_(rank)
+    PieceGather([parameter], [Piece(0, 0, 4, 0)], group=group).gather()
+    assert parameter.eq(dist.get_global_rank(group, 0)).all()
+    with pytest.raises(ValueError, match="have no owner"):
+        PieceGather([parameter], [Piece(0, 0, 2, 0)])
+
+
+def test_sources_and_groups() -> None:
+    run_ranks(sources, 2)

@@ -1,0 +1,298 @@
+"""The parallel step against the unsharded optimizer, which runs on a second copy of the model on the same rank."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
+from tests.launch import run_ranks
+from tests.optim.parallel_cases import (
+    OPTIMIZERS,
+    ROUNDING,
+    Net,
+    loss_of,
+    make_net,
+    parameters_of,
+    pieces_for,
+    row_pieces,
+    whole_pieces,
+)
+
+TOLERANCE = 1e-5  # of parameters of order 1, where `ROUNDING` allows a difference
+
+
+def distance(net: Net, other: Net) -> float:
+    """The largest difference of parameters; 0 only where all bits that count are equal."""
+    pairs = zip(net.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def backward(net: Net, optimizer: Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(net, step).backward()
+
+
+def two_runs(name: str, world_size: int, **options: Any) -> tuple[Net, Optimizer, Net, Optimizer, ParallelStep]:
+    make, by_element = OPTIMIZERS[name]
+    plain_net, net = make_net(), make_net()
+    plain, optimizer = make(plain_net), make(net)
+    pieces = pieces_for(optimizer, world_size, by_element)
+    return plain_net, plain, net, optimizer, install_parallel_step(optimizer, pieces=pieces, **options)
+
+
+def all_optimizers(rank: int) -> dict[str, float]:
+    """Distances after 12 steps; a frozen parameter is unfrozen at the sixth."""
+    distances = {}
+    for name in OPTIMIZERS:
+        plain_net, plain, net, optimizer, _ = two_runs(name, dist.get_world_size())
+        for step in range(12):
+            for model, its in ((plain_net, plain), (net, optimizer)):
+                model.frozen.requires_grad_(step >= 6)
+                backward(model, its, step)
+                its.step()
+            assert all(p.grad is not None for p in net.hidden.parameters())
+        assert parameters_of(optimizer) == [p for group in optimizer.param_groups for p in group["params"]]
+        assert {id(p) for p in parameters_of(optimizer)} <= {id(p) for p in net.parameters()}
+        assert net.unused.weight.equal(plain_net.unused.weight) and (
+            net.unused.weight not in optimizer.state or name == "Adagrad"  # which makes all state at once
+        )
+        distances[name] = distance(net, plain_net)
+    return distances
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_equal_to_the_unsharded_optimizer(world_size: int) -> None:
+    for distances in run_ranks(all_optimizers, world_size):
+        assert distances.keys() == OPTIMIZERS.keys()
+        assert {name for name, value in distances.items() if value} <= ROUNDING.keys()
+        assert max(distances.values()) < TOLERANCE
+
+
+def long_run(rank: int) -> list[float]:
+    distances = []
+    for name in ("AdamW fused", "SignMomentum"):
+        plain_net, plain, net, optimizer, _ = two_runs(name, 2)
+        for step in range(200):
+            for model, its in ((plain_net, plain), (net, optimizer)):
+                backward(model, its, step)
+                its.step()
+        distances.append(distance(net, plain_net))
+    return distances
+
+
+def test_equal_after_200_steps() -> None:
+    for fused, signs in run_ranks(long_run, 2):
+        assert signs == 0 and fused < TOLERANCE
+
+
+def hooked_run(net: Net, optimizer: Optimizer, *, closure_in_step: bool) -> list[Any]:
+    """Losses, and what hooks of the optimizer saw: all gradients before a step, all parameters after it."""
+    seen: list[Any] = []
+
+    def total(tensors: list[Tensor]) -> float:
+        return sum(float(t.double().sum()) for t in tensors)
+
+    def before(hooked: Optimizer, *_: Any) -> None:
+        seen.append(total([p.grad for p in parameters_of(hooked) if p.grad is not None]))
+
+    def after(hooked: Optimizer, *_: Any) -> None:
+        seen.append(total([p.detach() for p in parameters_of(hooked)]))
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    losses = []
+    for number in range(5):
+
+        def closure(number: int = number) -> Tensor:
+            backward(net, optimizer, number)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            return loss_of(net, number).detach()
+
+        if closure_in_step:
+            losses.append(float(optimizer.step(closure)))
+        else:  # a plain step runs its hooks before the closure
+            losses.append(float(closure()))
+            optimizer.step()
+        scheduler.step()
+    return [losses, seen, [group["lr"] for group in optimizer.param_groups]]
+
+
+def schedulers_closures_hooks(rank: int) -> list[float]:
+    warnings.simplefilter("error")
+    distances = []
+    for name in ("AdamW", "Decayed"):
+        plain_net, plain, net, optimizer, step = two_runs(name, 2)
+        with_closures = hooked_run(net, optimizer, closure_in_step=True)
+        without = hooked_run(plain_net, plain, closure_in_step=False)
+        nested = name == "Decayed"  # its base class's step runs the hooks once more, within the share
+        assert with_closures[::2] == without[::2] and (nested or with_closures == without)
+        distances.append(distance(net, plain_net))
+        step.remove()
+        assert not {"step", "state_dict", "load_state_dict", "consolidate_state_dict"} & optimizer.__dict__.keys()
+        for model, its in ((plain_net, plain), (net, optimizer)):
+            backward(model, its, 7)
+            its.step()
+        distances.append(distance(net, plain_net))
+        assert {id(p) for p in optimizer.state} == {id(p) for p in parameters_of(optimizer) if p.grad is not None}
+    return distances
+
+
+def test_schedulers_closures_hooks_and_removal() -> None:
+    assert run_ranks(schedulers_closures_hooks, 2) == [[0.0] * 4] * 2
+
+
+def scaled_and_accumulated(rank: int) -> list[float]:
+    """A GradScaler (one of the steps overflows), two backward passes per step; the first step has no gradients at all."""
+    distances = []
+    for name in ("AdamW", "AdamW fused"):
+        plain_net, plain, net, optimizer, _ = two_runs(name, 2)
+        for model, its in ((plain_net, plain), (net, optimizer)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+            its.step()  # without gradients
+            for number in range(8):
+                its.zero_grad()
+                for half in range(2):
+                    with torch.autocast("cpu", torch.bfloat16):
+                        loss = loss_of(model, 2 * number + half)
+                    scaler.scale(loss * (float("inf") if number == 4 else 0.5)).backward()
+                if number % 2:
+                    scaler.unscale_(its)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(its)
+                scaler.update()
+            assert scaler.get_scale() not in (2.0**10, 0.0)
+        distances.append(distance(net, plain_net))
+    return distances
+
+
+def test_grad_scaler_and_accumulation() -> None:
+    for looped, fused in run_ranks(scaled_and_accumulated, 2):
+        assert looped == 0 and fused < TOLERANCE
+
+
+def changed_groups(rank: int) -> list[float]:
+    """A group that is added is updated everywhere until pieces are given; owners change; memory is replaced."""
+    plain_net, plain, net, optimizer, step = two_runs("AdamW", 3)
+    added = [torch.nn.Parameter(torch.ones(6, 2)) for _ in range(2)]
+    distances = []
+    for number in range(12):
+        for model, its, more in ((plain_net, plain, added[0]), (net, optimizer, added[1])):
+            if number == 3:
+                its.add_param_group({"params": [more], "lr": 0.1})
+            if number == 9:
+                model.hidden.weight.data = model.hidden.weight.data.clone()
+            backward(model, its, number)
+            more.grad = torch.full_like(more, number + 1.0) * torch.arange(2)
+            its.step()
+        if number == 4:
+            assert added[1] in optimizer.state
+        if number == 6:
+            assert len(step.current_pieces()) == len(step.pieces)
+            step.update_pieces(whole_pieces(parameters_of(optimizer), 3))
+            assert (added[1] in optimizer.state) == (rank == (len(parameters_of(optimizer)) - 1) % 3)
+        if number == 8:
+            parameters = parameters_of(optimizer)
+            step.update_pieces([p for p in row_pieces(parameters, 3) if p.index != 1])  # one is whole everywhere again
+        distances.append(max(distance(net, plain_net), float((added[0] - added[1]).abs().max())))
+    return distances
+
+
+def test_added_groups_and_new_owners() -> None:
+    assert run_ranks(changed_groups, 3) == [[0.0] * 12] * 3
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    return sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values() if t.dim())
+
+
+def installed_later(rank: int) -> list[float]:
+    """Pieces on an optimizer that has made steps; what is left is this rank's part of the state."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(240, 10 + k)) for k in range(4)]
+    optimizer = torch.optim.AdamW(parameters)
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    whole, world_size = state_bytes(optimizer), dist.get_world_size()
+    install_parallel_step(optimizer, pieces=row_pieces(parameters, world_size))
+    shares = [state_bytes(optimizer) / whole]
+    optimizer.step()
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for s in optimizer.state.values()
+        for t in s.values()
+    }
+    shares.append(sum(storages.values()) / whole)  # nothing keeps the whole tensors alive
+    return [share * world_size for share in shares]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_rank_has_its_part_of_the_state(world_size: int) -> None:
+    for shares in run_ranks(installed_later, world_size):
+        assert shares == [pytest.approx(1, rel=0.05)] * 2
+
+
+def rounded(rank: int) -> list[Any]:
+    """Gathered in bfloat16: parameters are what the exact values of a twin round to."""
+    parameter, twin = (torch.nn.Parameter(torch.linspace(-1, 1, 60).view(12, 5)) for _ in range(2))
+    twin.requires_grad_(False)
+    optimizer, plain = torch.optim.AdamW([parameter], lr=1e-4), torch.optim.AdamW([twin], lr=1e-4)
+    pieces = row_pieces([parameter], 2) if dist.get_world_size() == 2 else whole_pieces([parameter], 3)
+    step = install_parallel_step(optimizer, pieces=pieces, gather_dtype=torch.bfloat16)
+    for number in range(20):
+        parameter.grad = torch.cos(torch.arange(60.0) + number).view(12, 5)
+        twin.grad = parameter.grad.clone()
+        optimizer.step()
+        plain.step()
+        assert parameter.equal(twin.bfloat16().float())
+    with torch.no_grad():  # others may write to parameters between steps
+        for p in (parameter, twin):
+            p.copy_(torch.linspace(3, 5, 60).view(12, 5))
+    optimizer.step()
+    plain.step()
+    assert parameter.equal(twin.bfloat16().float())
+    masters = sum(t.numel() for t in step.masters.values())
+    step.consolidate_state_dict()
+    return (
+        [masters, optimizer.state_dict()["state"][0]["exp_avg"].equal(plain.state[twin]["exp_avg"])]
+        if rank == 0
+        else []
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bfloat16_gather_keeps_exact_values_at_owners(world_size: int) -> None:
+    results = run_ranks(rounded, world_size)
+    assert results[0][1] is True and 0 < results[0][0] <= 60
+
+
+def named(rank: int) -> None:
+    """Names of parameters go with them, also inside the step."""
+    seen: list[tuple[int, int]] = []
+
+    class Named(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            seen.extend((len(group["params"]), len(group["param_names"])) for group in self.param_groups)
+            return super().step(closure)
+
+    net = make_net()
+    optimizer = Named(net.named_parameters(), lr=0.1)
+    pieces = row_pieces(parameters_of(optimizer), 2)
+    install_parallel_step(optimizer, pieces=pieces)
+    backward(net, optimizer, 0)
+    optimizer.step()
+    own = sum(piece.owner == rank for piece in pieces)
+    assert seen == [(own, own)]
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in net.named_parameters()]
+
+
+def test_named_parameters() -> None:
+    run_ranks(named, 2)

@@ -1,0 +1,505 @@
+"""ParallelOptimizerStep against Lightning's plain ``ddp``, on gloo ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy, ParallelOptimizerStep
+from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.optim.decision import GatherCost
+from lightning_topt.optim.lars import LARS
+from lightning_topt.optim.update_rule import UnsplittableOptimizer
+from lightning_topt.plugins import optimizer_decision
+from lightning_topt.plugins.optimizer_checks import check_strategy
+from tests.models import GPT
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
+
+FREE, DEAR = GatherCost(0.0, 0.0), GatherCost(10.0, 1.0)
+Result = dict[str, Any]
+
+
+class AdafactorGPT(RecordingGPT):
+    """An optimizer that needs whole parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-2)
+
+
+class OwnRule(torch.optim.Optimizer):
+    """A user's own: RMS of the gradient over the whole parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                square = parameter.grad.square().mean()
+                state["square"] = 0.9 * state.get("square", square) + 0.1 * square
+                parameter -= group["lr"] * parameter.grad / (state["square"].sqrt() + 1e-3)
+        return loss
+
+
+class LarsGPT(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        return LARS(self.parameters(), lr=1.0, trust_coefficient=0.02)
+
+
+class OwnGPT(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        return OwnRule(self.parameters(), lr=1e-2)
+
+
+class TwoOptimizers(RecordingGPT):
+    """Two optimizers by hand, one of which steps in every second batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        head = {id(parameter) for parameter in self.head.parameters()}
+        first = torch.optim.AdamW([p for p in self.parameters() if id(p) not in head], lr=1e-2)
+        second = torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 2, gamma=0.5)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = GPT.training_step(self, batch, batch_idx)
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        if batch_idx % 2:
+            second.step()
+        self.lr_schedulers().step()
+        return loss
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def fit(callback: ParallelOptimizerStep | None, **kwargs: Any) -> Result:
+    """Parameters, losses and decisions of a fit of the module `kind`, of 8 steps where nothing else is said."""
+    torch.manual_seed(0)
+    options = {"max_steps": 8, "max_epochs": -1, "strategy": DDPStrategy(), **kwargs}
+    module = options.pop("kind", RecordingGPT)()
+    make: Callable[[], list[Any]] = options.pop("callbacks", list)
+    resume, save = options.pop("resume", None), options.pop("save", None)
+    scaler = None
+    if options.pop("overflow", False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+    callbacks = [*make(), *([callback] if callback else [])]
+    trainer = make_trainer(options.pop("strategy"), devices=dist.get_world_size(), callbacks=callbacks, **options)
+    trainer.fit(module, loader(4), ckpt_path=resume)
+    if save:
+        trainer.save_checkpoint(save)
+    return {
+        "state": state_of(module),
+        "losses": module.losses,
+        "decisions": callback.decisions if callback else None,
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "scale": scaler.get_scale() if scaler else None,
+    }
+
+
+def forced(cost: GatherCost) -> None:
+    """What sending costs is taken as `cost`: timings decide nothing."""
+    optimizer_decision.measure_gather = lambda *args, **kwargs: cost
+
+
+def both(rank: int, options: dict[str, Any], fits: dict[str, Any], cost: GatherCost) -> tuple[Result, Result]:
+    forced(cost)
+    return fit(None, **fits), fit(ParallelOptimizerStep(**options), **fits)
+
+
+def largest_difference(first: Any, second: Any) -> float:
+    return max((first[name].double() - second[name].double()).abs().max().item() for name in first)
+
+
+def assert_equal(results: list[tuple[Result, Result]], *, tolerance: float = 1e-6) -> None:
+    for plain, ours in results:
+        assert ours["losses"] == pytest.approx(plain["losses"], rel=max(tolerance, 1e-5))
+        assert largest_difference(plain["state"], ours["state"]) <= tolerance
+        assert all(torch.equal(value, results[0][1]["state"][name]) for name, value in ours["state"].items())
+        for whole, state in zip(plain["optimizers"], ours["optimizers"], strict=True):
+            assert_equal_optimizer_states(whole, state, tolerance=max(tolerance, 1e-5))
+
+
+def assert_equal_optimizer_states(whole: Any, state: Any, *, tolerance: float) -> None:
+    assert state.keys() == whole.keys() and state["param_groups"] == whole["param_groups"]
+    assert state["state"].keys() == whole["state"].keys()
+    for index, values in whole["state"].items():
+        assert state["state"][index].keys() == values.keys()
+        for name, value in values.items():
+            assert torch.allclose(torch.as_tensor(state["state"][index][name]), torch.as_tensor(value), atol=tolerance)
+
+
+# ---- the same as ddp ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "fits", "cost"),
+    [
+        ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}, FREE),
+        ({}, {}, DEAR),
+        ({"always": True, "rule": "parameters"}, {"gradient_clip_val": 0.05}, DEAR),
+        ({"always": True}, {"kind": AdafactorGPT}, FREE),
+        ({}, {"kind": OwnGPT}, FREE),
+        ({}, {"kind": TwoOptimizers, "max_steps": 20}, FREE),
+        ({"always": True}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05}, FREE),
+        ({"always": True}, {"precision": "bf16-true"}, FREE),
+        ({}, {"overflow": True, "max_steps": 20}, FREE),
+    ],
+    ids=str,
+)
+def test_equals_ddp(options: dict[str, Any], fits: dict[str, Any], cost: GatherCost) -> None:
+    results = on_ranks(both, options, fits, cost)
+    assert_equal(results, tolerance=1e-6 if "precision" not in fits else 1e-3)
+    for plain, ours in results:
+        assert ours["scale"] == plain["scale"] and (ours["scale"] is None or ours["scale"] < 2.0**20)
+        shared = options.get("always") or cost is FREE
+        assert [[decision.shared for decision in groups] for groups in ours["decisions"]] == [
+            [bool(shared)] * len(groups) for groups in ours["decisions"]
+        ]
+        assert all(groups and all(decision.reason for decision in groups) for groups in ours["decisions"])
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_ranks(ranks: int) -> None:
+    assert_equal(on_ranks(both, {"always": True}, {"max_steps": 5}, FREE, world_size=ranks), tolerance=2e-6)
+
+
+def lars(rank: int, pays: bool) -> tuple[tuple[Result, Result], bool]:
+    forced(DEAR)
+    optimizer_decision.pays_to_share_ratios = lambda plain, shared: pays
+    callback = ParallelOptimizerStep()
+    fits = fit(None, kind=LarsGPT, max_steps=13), fit(callback, kind=LarsGPT, max_steps=13, callbacks=lambda: [Norms()])
+    return fits, Norms.shared
+
+
+class Norms(L.Callback):
+    """Whether norms are shared after the last batch."""
+
+    shared = False
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        Norms.shared = "layer_norms" in trainer.optimizers[0].__dict__
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_lars_shares_its_norms_where_parameters_are_not_worth_it(pays: bool) -> None:
+    results = on_ranks(lars, pays)
+    assert_equal([fits for fits, _ in results], tolerance=0)
+    for (_, ours), shared in results:
+        assert shared == pays and not ours["decisions"][0][0].shared
+
+
+def bf16_gathered(rank: int) -> tuple[Result, Result]:
+    return fit(None), fit(ParallelOptimizerStep(always=True, gather_dtype="bfloat16"))
+
+
+def test_parameters_gathered_in_16_bits_are_rounded_alike_on_all_ranks() -> None:
+    results = on_ranks(bf16_gathered)
+    for plain, ours in results:
+        assert all(torch.equal(value, results[0][1]["state"][name]) for name, value in ours["state"].items())
+        assert 0 < largest_difference(plain["state"], ours["state"]) < 0.05
+        assert ours["losses"] == pytest.approx(plain["losses"], rel=2e-2)
+
+
+# ---- other callbacks ------------------------------------------------------------------------------------------------
+
+
+class WithBackbone(RecordingGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.blocks[0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+
+
+class Unfreeze(L.Callback):
+    """Trains the second block from the third epoch on: DDP averages its gradients, unlike those that were frozen at first."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        optimizer = trainer.optimizers[0]
+        group, late = optimizer.param_groups[0], set(pl_module.blocks[1].parameters())
+        self.late = [parameter for parameter in group["params"] if parameter in late]
+        group["params"] = [parameter for parameter in group["params"] if parameter not in late]
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 2:
+            trainer.optimizers[0].add_param_group({"params": self.late, "lr": 1e-3})
+
+
+def averaging() -> list[Any]:
+    return [EMAWeightAveraging(decay=0.8)]
+
+
+def stochastic() -> list[Any]:
+    return [StochasticWeightAveraging(swa_lrs=5e-3, swa_epoch_start=2, annealing_epochs=1)]
+
+
+def backbone() -> list[Any]:
+    return [BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=1e-3, should_align=False)]
+
+
+def unfreezing() -> list[Any]:
+    return [Unfreeze()]
+
+
+EPOCHS = {"max_steps": -1, "max_epochs": 4, "limit_train_batches": 3}
+
+
+@pytest.mark.parametrize(
+    ("others", "always"),
+    [(averaging, True), (stochastic, False), (backbone, False), (unfreezing, False), (unfreezing, True)],
+)
+def test_other_callbacks(others: Callable[[], list[Any]], always: bool) -> None:
+    kind = RecordingGPT if others in (averaging, stochastic) else WithBackbone
+    results = on_ranks(both, {"always": always}, {"kind": kind, "callbacks": others, **EPOCHS}, FREE)
+    if (
+        others is not backbone
+    ):  # what was frozen at first differs between ranks, as under ddp: its gradient is not averaged
+        assert_equal(results)
+    for plain, ours in results:
+        assert largest_difference(plain["state"], ours["state"]) < 1e-6
+        if others in (backbone, unfreezing):
+            assert len(ours["optimizers"][0]["param_groups"]) == 2
+            shared = [decision.shared for decision in ours["decisions"][0]]
+            assert shared == ([True] if others is backbone else [True, True])
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def saved(rank: int, path: str, callback: bool) -> None:
+    forced(FREE)
+    fit(ParallelOptimizerStep(always=True) if callback else None, max_steps=8, callbacks=lambda: [Saver(path)])
+
+
+class Saver(L.Callback):
+    """Saves in the middle of a fit, where state is spread over ranks."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 8:
+            trainer.save_checkpoint(self.path)
+
+
+def resumed(rank: int, path: str, options: dict[str, Any] | None) -> Result:
+    forced(FREE)
+    return fit(None if options is None else ParallelOptimizerStep(**options), max_steps=15, resume=path)
+
+
+def test_checkpoints_are_those_of_the_plain_step(tmp_path: Path) -> None:
+    plain, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
+    on_ranks(saved, plain, False)
+    on_ranks(saved, ours, True)
+    first, second = torch.load(plain, weights_only=True), torch.load(ours, weights_only=True)
+    assert second.keys() == first.keys()
+    for whole, state in zip(first["optimizer_states"], second["optimizer_states"], strict=True):
+        assert_equal_optimizer_states(whole, state, tolerance=1e-6)
+    expected = on_ranks(resumed, plain, None)
+    for path, options in ((ours, None), (plain, {"always": True}), (ours, {})):
+        assert_equal(list(zip(expected, on_ranks(resumed, path, options), strict=True)), tolerance=2e-6)
+
+    expected = on_ranks(resumed, plain, None, world_size=3)
+    results = on_ranks(resumed, ours, {"always": True}, world_size=3)
+    assert_equal(list(zip(expected, results, strict=True)), tolerance=2e-6)
+
+
+class StateBytes(L.Callback):
+    """Bytes of state during the fit."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        states = trainer.optimizers[0].state.values()
+        self.nbytes = sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
+        self.whole = sum(8 * p.numel() for group in trainer.optimizers[0].param_groups for p in group["params"])
+
+
+def fits_twice(rank: int, ranks: int) -> tuple[float, list[Result]]:
+    forced(FREE)
+    torch.manual_seed(0)
+    module, observer, callback = RecordingGPT(), StateBytes(), ParallelOptimizerStep()
+    trainer = make_trainer(DDPStrategy(), devices=ranks, callbacks=[callback, observer], max_steps=6, max_epochs=-1)
+    results, fractions = [], []
+    for steps in (8, 16):
+        trainer.fit_loop.epoch_loop.max_steps = steps
+        trainer.fit(module, loader(4))
+        results.append({"state": state_of(module), "optimizers": [o.state_dict() for o in trainer.optimizers]})
+        fractions.append(observer.nbytes / observer.whole)
+        assert callback.decisions[0][0].shared and not hasattr(trainer.optimizers[0], "consolidate_state_dict")
+    return fractions, results
+
+
+def test_two_fits_and_state_of_one_share() -> None:
+    results = on_ranks(fits_twice, 2)
+    for fractions, fits in results:
+        assert fractions == pytest.approx([0.5, 0.5], rel=0.05)
+        for fitted, other in zip(fits, results[0][1], strict=True):
+            assert largest_difference(fitted["state"], other["state"]) == 0
+            assert len(fitted["optimizers"][0]["state"]) == len(other["optimizers"][0]["state"]) > 20
+        assert largest_difference(fits[0]["state"], fits[1]["state"]) > 0
+
+
+# ---- where it does not run ------------------------------------------------------------------------------------------
+
+
+class Lbfgs(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Zero(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+
+
+class Coupled(torch.optim.Optimizer):
+    """All parameters are scaled by one norm."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            torch.enable_grad()(closure)()
+        parameters = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for parameter in parameters:
+            parameter -= 0.1 * parameter.grad / norm
+
+
+class CoupledGPT(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        return Coupled(self.parameters())
+
+
+class OtherOrder(RecordingGPT):
+    """Ranks list their parameters in different orders."""
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return torch.optim.SGD(parameters[:: 1 - 2 * self.global_rank], lr=0.1)
+
+
+class OtherClass(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        return (torch.optim.SGD, torch.optim.Adam)[self.global_rank](self.parameters(), lr=0.1)
+
+
+class OtherRate(RecordingGPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 + self.global_rank)
+
+
+def refused(rank: int, kinds: list[type[L.LightningModule]]) -> list[tuple[str, str]]:
+    said = []
+    for kind in kinds:
+        with pytest.raises(ValueError) as caught:
+            fit(ParallelOptimizerStep(always=True), kind=kind)
+        said.append((type(caught.value).__name__, str(caught.value)))
+    return said
+
+
+def test_optimizers_that_cannot_be_shared_are_refused_on_all_ranks() -> None:
+    kinds = [Lbfgs, Zero, CoupledGPT, OtherOrder, OtherClass, OtherRate]
+    for said in on_ranks(refused, kinds):
+        lbfgs, zero, coupled, order, classes, rate = said
+        assert lbfgs[0] == coupled[0] == UnsplittableOptimizer.__name__
+        assert "LBFGS" in lbfgs[1] and "closure" in lbfgs[1] and "depends on which others" in coupled[1]
+        assert "shards its state" in zero[1]
+        assert "group 0, parameter 0" in order[1] and "tokens.weight" in order[1] and "head.weight" in order[1]
+        assert "optimizer 0 is Adam on rank 1 and SGD on rank 0" in classes[1]
+        assert "group 0, lr is 1.1 on rank 1 and 0.1 on rank 0" in rate[1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (lambda: AutoParallelStrategy(plan="zero1"), "shares the optimizer step itself"),
+        (lambda: LocalStepsStrategy(every=4), "ranks train alone"),
+        (FSDPStrategy, "whole parameters"),
+        (ModelParallelStrategy, "whole parameters"),
+    ],
+)
+def test_strategies_without_a_common_step_are_refused(strategy: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_strategy(strategy())
+
+
+def compressed(rank: int) -> tuple[Result, Result]:
+    forced(FREE)
+    return tuple(fit(c, strategy=CompressedDDPStrategy(density=0.1)) for c in (None, ParallelOptimizerStep()))
+
+
+def test_with_compressed_gradients() -> None:
+    assert_equal(on_ranks(compressed))
+
+
+def test_one_rank_does_the_whole_step(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    callback = ParallelOptimizerStep(always=True)
+    trainer = make_trainer(callbacks=[callback], max_steps=3)
+    with caplog.at_level("INFO"):
+        trainer.fit(RecordingGPT(), loader(4))
+    assert callback.decisions == [] and trainer.global_step == 3
+    assert "there is one rank" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rule": "rows"}, "rule is one of"),
+        ({"gather_dtype": "int8"}, "gather_dtype"),
+        ({"gather_dtype": torch.float16}, "gather_dtype"),
+        ({"timeout_seconds": 0}, "timeout_seconds"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ParallelOptimizerStep(**options)
+
+
+class Late(RecordingGPT):
+    """Rank 1 is far behind before the step that it should share."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == 1 and self.global_step == 2:
+            time.sleep(4)
+
+
+def waits(rank: int) -> str:
+    try:
+        fit(ParallelOptimizerStep(always=True, timeout_seconds=1.5), kind=Late)
+    except PeerLostError as error:
+        return str(error)
+    return ""
+
+
+def test_no_wait_is_longer_than_the_timeout() -> None:
+    first, _ = on_ranks(waits)
+    assert "slower than the timeout" in first

@@ -44,7 +44,7 @@ def run(link: str, *, arguments: Sequence[str], timeout: float) -> dict[str, Any
             _run_here(command, timeout=timeout)
         else:
             with Lab(2, rate=link) as lab:
-                lab.run(command, timeout=timeout)
+                lab.run([*command, "--nodes", "2"], timeout=timeout)
         result: dict[str, Any] = json.loads(out.read_text())
         return result
 

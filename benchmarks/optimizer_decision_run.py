@@ -60,12 +60,12 @@ def turn(optimizer: Optimizer, steps: int) -> float:
     return slowest((time.perf_counter() - start) / steps)
 
 
-def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
+def measure(name: str, size: str, rounds: int, num_nodes: int) -> dict[str, Any]:
     """Seconds per step by kind and round, the decision, and what was said about it."""
     shapes = blocks(size)
     optimizers = {kind: make(name, shapes) for kind in KINDS}
-    decided = Adaptive(optimizers["decided"], always=False)
-    Adaptive(optimizers["shared"], always=True)
+    decided = Adaptive(optimizers["decided"], always=False, num_nodes=num_nodes)
+    Adaptive(optimizers["shared"], always=True, num_nodes=num_nodes)
     for optimizer in optimizers.values():
         for _ in range(SETTLING_STEPS):
             optimizer.step()
@@ -85,13 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--optimizers", nargs="+", required=True)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), required=True)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--nodes", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     results: dict[str, dict[str, Any]] = {}
     for name in options.optimizers:
         for size in options.sizes:
-            results.setdefault(name, {})[size] = measure(name, size, options.rounds)
+            results.setdefault(name, {})[size] = measure(name, size, options.rounds, options.nodes)
             gc.collect()  # replaced steps and their optimizers refer to each other
             if dist.get_rank() == 0:
                 Path(options.out).write_text(json.dumps(results, indent=1) + "\n")

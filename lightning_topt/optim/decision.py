@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.optim.assignment import Share, assign_pieces
 from lightning_topt.optim.gather import PieceGather
 from lightning_topt.optim.pieces import Piece
@@ -64,17 +65,18 @@ def measure_gather(
     device: torch.device,
     parameters: Sequence[Tensor] = (),
     pieces: Sequence[Piece] = (),
+    node: NodeRows | None = None,
 ) -> GatherCost:
     """Time gathers between the ranks of `group`, which all call this: a tiny one and a large one, of test tensors.
 
     Or, better, the large one is of up to 64 MiB of the real `parameters`, as `pieces` will send them: they must be equal on
-    all ranks (as under DDP), and stay what they are. The slowest rank counts.
+    all ranks (as under DDP), and stay what they are. The slowest rank counts. `node` as for `PieceGather`.
     """
     world_size = dist.get_world_size(group)
     small = _rows(world_size, _SMALL_ELEMENTS, device), _piece_per_rank(world_size)
     sample = _sample(parameters, pieces) or (_rows(world_size, _LARGE_ELEMENTS, device), _piece_per_rank(world_size))
-    latency = _time_gather(*small, group=group, device=device, repeats=_SMALL_REPEATS)
-    elapsed = _time_gather(*sample, group=group, device=device, repeats=_REPEATS)
+    latency = _time_gather(*small, group=group, device=device, repeats=_SMALL_REPEATS, node=node)
+    elapsed = _time_gather(*sample, group=group, device=device, repeats=_REPEATS, node=node)
     latency, elapsed = slowest_of_ranks([latency, elapsed], device=device, group=group)
     return GatherCost(latency, max(elapsed - latency, 0.0) / _sent_bytes(*sample))
 
@@ -108,8 +110,9 @@ def _time_gather(
     group: dist.ProcessGroup | None,
     device: torch.device,
     repeats: int,
+    node: NodeRows | None,
 ) -> float:
-    gather = PieceGather(parameters, pieces, group=group)
+    gather = PieceGather(parameters, pieces, group=group, node=node)
     together = torch.zeros(1, device=device)
     seconds = []
     for repeat in range(repeats + 1):

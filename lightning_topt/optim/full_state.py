@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_topt.optim.pieces import Piece, is_whole
+from lightning_topt.optim.pieces import Piece, is_whole, rows_of
 
 State = dict[Any, Any]
 Keys = Mapping[Piece, Tensor]
@@ -131,6 +131,30 @@ def whole_states(
         ]
         if to is None or rank == to:
             yield index, _joined(parts, everyone, of_parameter, parameters[index])
+
+
+@torch.no_grad()
+def exact_parameters(
+    parameters: Sequence[Tensor],
+    rounded: Sequence[Piece],
+    *,
+    exact: Mapping[Piece, Tensor],
+    group: dist.ProcessGroup | None = None,
+) -> dict[int, Tensor]:
+    """Parameters whose `rounded` pieces have exact values at their owners (`exact`), by index, on rank 0 in CPU memory.
+
+    Collective call; {} elsewhere.
+    """
+    rank, whole = dist.get_rank(group), dict[int, Tensor]()
+    for piece in sorted(rounded):
+        parameter = parameters[piece.index].detach()
+        rows = rows_of(parameter, piece)
+        outline = _Outline(tuple(rows.shape), rows.dtype, False)
+        values = _Move(group, 0, parameter.device)(outline, exact.get(piece), piece.owner)
+        if rank == 0:
+            copy_of = whole.setdefault(piece.index, parameter.to("cpu", copy=True))
+            rows_of(copy_of, piece).copy_(values)
+    return whole
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Updated rows from their owners to all ranks.
 
 A large piece is broadcast in place, small ones of one owner travel together; all messages are under way at once. On gloo
-one broadcast per owner is faster than its all-gather (`communication.collectives`).
+one broadcast per owner is faster than its all-gather (`communication.collectives`). CPU ranks of one node read each other's
+memory instead (`communication.node.rows`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.communication.peers import PeerLostError
 from lightning_topt.optim.pieces import Piece, check_pieces, rows_of
 
@@ -80,7 +82,7 @@ class PieceGather:
     With `dtype` (``torch.bfloat16``), wider floating-point values travel in it and all ranks, the owner too, hold the rounded
     values afterwards. `sources` has what this rank sends where it is not the rows themselves: rounded or scattered ones.
     Buffers for what is packed or rounded are kept between steps. Raises ValueError for pieces that do not cover their
-    parameters.
+    parameters. `node`: the ranks of `group` through memory, for parameters on the CPU.
     """
 
     def __init__(
@@ -91,27 +93,39 @@ class PieceGather:
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
         sources: Mapping[Piece, Tensor] | None = None,
+        node: NodeRows | None = None,
     ) -> None:
         check_pieces(pieces, parameters, world_size=dist.get_world_size(group))
         self.parameters, self.pieces = list(parameters), sorted(pieces)
         self.group, self.dtype, self.sources = group, dtype, sources or {}
-        self.rank = dist.get_rank(group)
+        self.rank, self.node = dist.get_rank(group), node
         self._planned_for: Any = None
         self._plan: list[_Message] = []
 
     @torch.no_grad()
     def start(self, indices: Collection[int] | None = None) -> PendingGather:
         """Begin to send the pieces of the parameters `indices` (default: of all); the same ones on all ranks."""
-        under_way = []
-        for message in self._messages(indices):
+        messages = self._messages(indices)
+        works = self._read_from_memory(messages) if self.node else map(self._broadcast, messages)
+        return PendingGather(list(zip(messages, works, strict=True)), rank=self.rank)
+
+    def _broadcast(self, message: _Message) -> Any:
+        if message.owner == self.rank:
+            message.fill(self.sources)
+        try:
+            return dist.broadcast(message.buffer, group=self.group, group_src=message.owner, async_op=True)
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self.rank} cannot reach the other ranks of its group: {error}") from error
+
+    def _read_from_memory(self, messages: Sequence[_Message]) -> list[Any]:
+        """One operation, which all messages wait for."""
+        assert self.node is not None
+        parts: dict[int, list[Tensor]] = {}
+        for message in messages:
             if message.owner == self.rank:
                 message.fill(self.sources)
-            try:
-                work = dist.broadcast(message.buffer, group=self.group, group_src=message.owner, async_op=True)
-            except RuntimeError as error:
-                raise PeerLostError(f"rank {self.rank} cannot reach the other ranks of its group: {error}") from error
-            under_way.append((message, work))
-        return PendingGather(under_way, rank=self.rank)
+            parts.setdefault(message.owner, []).append(message.buffer)
+        return [self.node.gather_rows(parts)] * len(messages) if messages else []
 
     def gather(self, indices: Collection[int] | None = None) -> None:
         """`start` and wait."""

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.optim.checks import check_agreement, check_can_be_split
 from lightning_topt.optim.full_state import (
     State,
     check_cut_state,
+    exact_parameters,
     gather_state_dict,
     keep_own_state,
     laid_out,
@@ -51,9 +53,11 @@ class ParallelStep:
         pieces: Sequence[Piece],
         group: dist.ProcessGroup | None = None,
         gather_dtype: torch.dtype | None = None,
+        node: NodeRows | None = None,
     ) -> None:
         check_can_be_split(optimizer)
         self.optimizer, self.group, self.gather_dtype = optimizer, group, gather_dtype
+        self.node = node
         self.rank = dist.get_rank(group)
         self.step: Callable[..., Any] = optimizer.step
         self.exchange: Callable[[], None] = self.gather
@@ -81,7 +85,7 @@ class ParallelStep:
                 key = self.keys[piece] = self._stand_in(piece)
                 self._stand_ins[parameters[piece.index]].append(key)
         self._gather = PieceGather(
-            parameters, self.pieces, group=self.group, dtype=self.gather_dtype, sources=self.masters
+            parameters, self.pieces, group=self.group, node=self.node, dtype=self.gather_dtype, sources=self.masters
         )
         keep_own_state(self.optimizer, self.pieces, keys=self.keys)
         self._consolidated, self._checked_state = None, False
@@ -159,15 +163,32 @@ class ParallelStep:
         parameter = self.parameters[piece.index]
         rows = rows_of(parameter, piece)
         if piece in self.masters:
-            sent = sent_dtype(parameter, self.gather_dtype)
-            if not _equal_when_sent(rows, key.detach(), sent):
-                key.detach().copy_(rows)  # loaded, averaged, swapped: not what was gathered
+            self._follow(piece)
         elif key.data_ptr() != rows.data_ptr():
             key.data = rows
         key.requires_grad_(parameter.requires_grad)
         if parameter.grad is not None and parameter.grad.is_sparse and not is_whole(piece, parameter):
             raise ValueError(f"parameter {piece.index} is cut into rows and has a sparse gradient; update it whole")
         key.grad = None if parameter.grad is None else laid_out(rows_of(parameter.grad, piece), key)
+
+    def _follow(self, piece: Piece) -> None:
+        parameter, master = self.parameters[piece.index], self.masters[piece]
+        rows = rows_of(parameter, piece)
+        if not _equal_when_sent(rows, master, sent_dtype(parameter, self.gather_dtype)):
+            master.copy_(rows)  # loaded, averaged, swapped: not what was gathered
+
+    def _is_rounded(self, piece: Piece) -> bool:
+        parameter = self.parameters[piece.index]
+        return sent_dtype(parameter, self.gather_dtype) != parameter.dtype
+
+    def exact_parameters(self) -> dict[Tensor, Tensor]:
+        """Collective call: what stands behind parameters that are gathered rounded, in CPU memory on rank 0, elsewhere {}."""
+        rounded = [p for p in self.pieces if self._is_rounded(p)]
+        for piece in rounded:
+            if piece in self.masters:
+                self._follow(piece)
+        whole = exact_parameters(self.parameters, rounded, exact=self.masters, group=self.group)
+        return {self.parameters[index]: value for index, value in whole.items()}
 
     def _widen(self) -> None:
         for group, entries in self._narrowed:
@@ -281,15 +302,17 @@ def install_parallel_step(
     pieces: Sequence[Piece],
     group: dist.ProcessGroup | None = None,
     gather_dtype: torch.dtype | None = None,
+    node: NodeRows | None = None,
 ) -> ParallelStep:
     """Make ``optimizer.step`` update this rank's `pieces` and gather all of them; `ParallelStep.remove` undoes it.
 
     Collective call on `group`. With `gather_dtype` (``torch.bfloat16``) wider parameters hold rounded values on all ranks,
     and owners keep the exact values that they update. State that the optimizer has is cut to the pieces. Saving needs
-    ``optimizer.consolidate_state_dict()`` on all ranks first. Raises ValueError for pieces that do not cover their
+    ``optimizer.consolidate_state_dict()`` on all ranks first. `node` has the ranks of `group` where they share a machine:
+    parameters on the CPU are then gathered through its memory. Raises ValueError for pieces that do not cover their
     parameters, when ranks disagree, and for an optimizer that is sharded already.
     """
-    step = ParallelStep(optimizer, pieces=pieces, group=group, gather_dtype=gather_dtype)
+    step = ParallelStep(optimizer, pieces=pieces, group=group, gather_dtype=gather_dtype, node=node)
     optimizer.step = step  # type: ignore[method-assign]
     optimizer.state_dict = step.state_dict  # type: ignore[method-assign]
     optimizer.load_state_dict = step.load_state_dict  # type: ignore[method-assign]

@@ -26,9 +26,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.communication.peers import PeerMonitor
 from lightning_topt.communication.streams import make_streams
 from lightning_topt.optim.bucket_slices import Segment, cut_buckets, offsets_of, pieces_of_segment, segment_of
@@ -51,14 +53,14 @@ class _Layout:
 class _Flight:
     """A bucket under way; `received` are the other ranks' terms of this rank's slice, in the order of ranks.
 
-    `foreign` has the first element of every piece of another rank.
+    `foreign` has the first element of every piece of another rank. Through memory nothing is received: the works average.
     """
 
     buffer: Tensor
     cuts: tuple[int, ...]
     foreign: Tensor
     received: list[Tensor]
-    scratch: Tensor
+    scratch: Tensor | None
     works: list[Any]
     future: torch.futures.Future[Tensor]
 
@@ -68,17 +70,24 @@ class ReduceScatterExchange:
 
     Gradients are all-reduced, as without it, until `begin`, which needs `ready`: DDP arranges its buckets anew after the first
     backward pass. Parameters in `uncut` get one owner each (rules that read whole parameters). Errors of the exchange are
-    `PeerLostError`, within `timeout_seconds`. Raises TypeError for a wrapper that is not DistributedDataParallel.
+    `PeerLostError`, within `timeout_seconds`. `node`: all ranks through the memory of their one machine, for float32 gradients
+    on the CPU. Raises TypeError for a wrapper that is not DistributedDataParallel.
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, *, uncut: Iterable[Tensor] = (), timeout_seconds: float = 1800.0
+        self,
+        ddp: DistributedDataParallel,
+        *,
+        uncut: Iterable[Tensor] = (),
+        timeout_seconds: float = 1800.0,
+        node: NodeRows | None = None,
     ) -> None:
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(
                 f"gradients of a {type(ddp).__name__} cannot be reduce-scattered here: this needs "
                 "torch.nn.parallel.DistributedDataParallel; wrap the module in it"
             )
+        self.node = node
         self.timeout = timedelta(seconds=timeout_seconds)
         # A group of its own: its tags and its order of works are nobody else's.
         self.group = dist.new_group(dist.get_process_group_ranks(ddp.process_group), timeout=self.timeout)
@@ -217,6 +226,11 @@ class ReduceScatterExchange:
         while len(self._flights) >= IN_FLIGHT:
             self._land()
         buffer, cuts = bucket.buffer(), self._cuts[bucket.index()]
+        if self.node is not None and buffer.dtype == torch.float32:
+            with self._diagnosed():
+                works: list[Any] = [self.node.average_slices(buffer, cuts)]
+            self._flights.append(_Flight(buffer, cuts, self._foreign[bucket.index()], [], None, works, Future()))
+            return self._flights[-1].future
         numel = cuts[self.rank + 1] - cuts[self.rank]
         others = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
         scratch = self._take_scratch(buffer, len(others) * numel)
@@ -234,11 +248,12 @@ class ReduceScatterExchange:
         flight = self._flights.pop(0)
         with self._diagnosed():
             for work in flight.works:
-                work.wait(self.timeout)
-        begin, end = flight.cuts[self.rank], flight.cuts[self.rank + 1]
-        average_into(flight.buffer[begin:end], flight.received)
+                work.wait() if flight.scratch is None else work.wait(self.timeout)
+        if flight.scratch is not None:
+            begin, end = flight.cuts[self.rank], flight.cuts[self.rank + 1]
+            average_into(flight.buffer[begin:end], flight.received)
+            self._scratch.append(flight.scratch)
         flight.buffer.index_fill_(0, flight.foreign, nan)  # [Note: foreign gradients]
-        self._scratch.append(flight.scratch)
         flight.future.set_result(flight.buffer)
 
     def _take_scratch(self, buffer: Tensor, numel: int) -> Tensor:

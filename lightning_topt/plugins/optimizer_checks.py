@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_topt.optim.adaptive_step import AdaptiveStep
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+from lightning_topt.plugins.exchange_steps import ExchangeSteps
 from lightning_topt.plugins.local_steps import LocalStepsStrategy
-from lightning_topt.plugins.optimizer_decision import AdaptiveStep
 
 
 def check_strategy(strategy: Strategy) -> None:
@@ -42,6 +43,19 @@ def check_strategy(strategy: Strategy) -> None:
         raise ValueError(
             "under post-local SGD (ddp_comm_state=PostLocalSGDState) gradients differ between ranks, so there is no common "
             "step to share: leave ParallelOptimizerStep or that communication hook out"
+        )
+
+
+def check_reduce_scatter(strategy: Strategy) -> None:
+    """Raise ValueError where gradients are exchanged in another way than DDP's own all-reduce."""
+    if (
+        not isinstance(strategy, DDPStrategy)
+        or isinstance(strategy, ExchangeSteps)
+        or strategy._ddp_comm_hook is not None
+    ):
+        raise ValueError(
+            f"reduce_scatter=True exchanges gradients in place of DDP's all-reduce, and {type(strategy).__name__} has its own "
+            "exchange (a communication hook): leave one of them out"
         )
 
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt.communication.node.rows import NodeRows, node_rows
+from lightning_topt.optim.adaptive_step import AdaptiveStep, Sharing
 from lightning_topt.optim.decision import Decision
+from lightning_topt.optim.scattered_step import ScatteredStep
 from lightning_topt.optim.update_rule import UpdateRule, update_rule
 from lightning_topt.plugins.optimizer_checks import (
     check_equal_optimizers,
+    check_reduce_scatter,
     check_strategy,
     optimizers_of,
     reduced_parameters,
 )
-from lightning_topt.plugins.optimizer_decision import AdaptiveStep, Sharing
+from lightning_topt.plugins.scattered_clipping import clip_scattered
 
 GATHER_DTYPES = {"bfloat16": torch.bfloat16}
 
@@ -34,8 +41,9 @@ class ParallelOptimizerStep(pl.Callback):
     are those of the plain step.
 
     The first six steps are plain: one warms up, five are measured. Then each parameter group is shared where its update takes
-    longer than what sharing costs; why is logged and is in `decisions` (for each optimizer, for each group). Shared state is
-    kept by its owner alone, 1/ranks of the whole. Checkpoints have all of it, under the keys of the plain optimizer, and load
+    longer than what sharing costs, and stays so if the next steps are faster indeed; why is logged and is in `decisions` (for
+    each optimizer, for each group). CPU ranks of one node gather parameters through its memory. Shared state is kept by its
+    owner alone, 1/ranks of the whole. Checkpoints have all of it, under the keys of the plain optimizer, and load
     on any number of ranks, with this callback or without. At the end of the fit every rank has the whole state again.
 
     Parameters that DDP does not average, such as those that were frozen when the fit began, are updated on every rank, as
@@ -47,7 +55,10 @@ class ParallelOptimizerStep(pl.Callback):
             parameter may go to different ranks) or "parameters" (whole parameters only). None: known for torch's optimizers,
             tried out on small copies for others.
         gather_dtype: ``torch.bfloat16`` or ``"bfloat16"``: updated parameters travel in 16 bits and are rounded to them on all
-            ranks; the owner updates float32 copies that it keeps. None: as they are, without loss.
+            ranks; the owner updates float32 copies that it keeps, and checkpoints have those. None: as they are, without loss.
+        reduce_scatter: share everything, and exchange gradients so that each rank has the averages of its own rows only, in
+            place of DDP's all-reduce: as many bytes as without sharing. Gradients of other rows are NaN after the backward
+            pass; the Trainer's clipping and GradScaler know that, code of yours that reads whole gradients does not.
         timeout_seconds: of every wait on another rank.
 
     With one rank there is nothing to share and nothing happens. Raises ValueError, at the start of the fit, under strategies
@@ -61,6 +72,7 @@ class ParallelOptimizerStep(pl.Callback):
         always: bool = False,
         rule: UpdateRule | None = None,
         gather_dtype: torch.dtype | str | None = None,
+        reduce_scatter: bool = False,
         timeout_seconds: float = 300.0,
     ) -> None:
         if rule is not None and rule not in get_args(UpdateRule):
@@ -72,15 +84,22 @@ class ParallelOptimizerStep(pl.Callback):
         if timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds is positive, got {timeout_seconds}")
         self.always, self.rule, self.timeout_seconds = always, rule, timeout_seconds
+        self.reduce_scatter = reduce_scatter
         self.gather_dtype = GATHER_DTYPES[gather_dtype] if isinstance(gather_dtype, str) else gather_dtype
         self._rules: list[UpdateRule] = []
         self._reduced: frozenset[Tensor] = frozenset()
         self._steps: list[AdaptiveStep] = []
+        self._scattered: ScatteredStep | None = None
         self._group: dist.ProcessGroup | None = None
+        self._node: NodeRows | None = None
+        self._restore: Callable[[], None] = lambda: None
 
     @property
     def decisions(self) -> list[list[Decision]]:
-        """Of each optimizer with parameters, for each of its groups; empty lists as long as nothing is decided."""
+        """Of each optimizer with parameters, for each of its groups; empty lists as long as nothing is decided.
+
+        Empty with `reduce_scatter`, which decides nothing.
+        """
         return [step.decisions for step in self._steps]
 
     @override
@@ -90,6 +109,8 @@ class ParallelOptimizerStep(pl.Callback):
             rank_zero_info("ParallelOptimizerStep: there is one rank, which does the whole step")
             return
         check_strategy(trainer.strategy)
+        if self.reduce_scatter:
+            check_reduce_scatter(trainer.strategy)
         self._reduced = reduced_parameters(trainer.strategy)
         self._rules = [update_rule(optimizer, declared=self.rule) for optimizer in optimizers_of(trainer)]
 
@@ -102,16 +123,67 @@ class ParallelOptimizerStep(pl.Callback):
         self._group = dist.new_group(timeout=timedelta(seconds=self.timeout_seconds))
         names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
         check_equal_optimizers(optimizers, names=names, group=self._group)
-        sharing = Sharing(self._group, self._reduced, always=self.always, gather_dtype=self.gather_dtype)
+        self._node = node_rows(
+            self._group,
+            device=trainer.strategy.root_device,
+            num_nodes=trainer.num_nodes,
+            timeout_seconds=self.timeout_seconds,
+        )
+        if self.reduce_scatter:
+            self._scatter(trainer, optimizers)
+            return
+        sharing = Sharing(
+            self._group, self._reduced, always=self.always, gather_dtype=self.gather_dtype, node=self._node
+        )
         for number, (optimizer, rule) in enumerate(zip(optimizers, self._rules, strict=True)):
             say = partial(_say, number if len(optimizers) > 1 else None)
             self._steps.append(AdaptiveStep(optimizer, rule=rule, sharing=sharing, say=say))
             self._steps[-1].start()
 
+    def _scatter(self, trainer: pl.Trainer, optimizers: list[Optimizer]) -> None:
+        assert isinstance(trainer.strategy.model, DistributedDataParallel)
+        self._scattered = ScatteredStep(
+            trainer.strategy.model,
+            optimizers=optimizers,
+            rules=self._rules,
+            timeout_seconds=self.timeout_seconds,
+            gather_dtype=self.gather_dtype,
+            node=self._node,
+        )
+        self._restore = clip_scattered(trainer.precision_plugin, self._scattered)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._scattered is not None and self._scattered.begin_when_ready():
+            rank_zero_info("optimizer step: shared from now on, with gradients reduce-scattered")
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # The exact values behind rounded parameters, unless another callback saves others (averages) in their place.
+        if self.gather_dtype is None:
+            return
+        steps = [step.parallel for step in self._steps] + (self._scattered.steps if self._scattered else [])
+        exact = {p: value for step in steps if step is not None for p, value in step.exact_parameters().items()}
+        saved = checkpoint["state_dict"]
+        for name, parameter in pl_module.named_parameters(remove_duplicate=False):
+            if parameter in exact and name in saved and saved[name].data_ptr() == parameter.data_ptr():
+                saved[name] = exact[parameter]
+
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for step in self._steps:
             step.finish()
+        if self._scattered is not None:
+            self._scattered.finish()
+            self._restore()
+            self._scattered = None
+        if self._node is not None:
+            self._node.close()
+            self._node = None
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.optim import forward_gather
 from lightning_topt.optim.gather import PieceGather
 from lightning_topt.optim.parallel_step import install_parallel_step
@@ -69,9 +71,12 @@ class LateGather(PieceGather):
 class Fused:
     """A DDP module whose step becomes parallel as soon as its buckets are final."""
 
-    def __init__(self, ddp: DistributedDataParallel, *optimizers: Optimizer, overlap: str = "") -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, *optimizers: Optimizer, overlap: str = "", node: bool = False
+    ) -> None:
         self.ddp, self.optimizers, self.overlap = ddp, optimizers, overlap
-        self.exchange = ReduceScatterExchange(ddp, timeout_seconds=60)
+        self.node = NodeRows(dist.group.WORLD, timeout_seconds=1) if node else None
+        self.exchange = ReduceScatterExchange(ddp, timeout_seconds=60, node=self.node)
         self.gradients = ScatteredGradients(self.exchange, optimizers=optimizers)
         self.gather: forward_gather.ForwardGather | None = None
         self.begun = False
@@ -79,7 +84,9 @@ class Fused:
     def before_step(self) -> None:
         if self.exchange.ready and not self.begun:
             self.begun = True
-            steps = [install_parallel_step(o, pieces=self.exchange.pieces_of(o)) for o in self.optimizers]
+            steps = [
+                install_parallel_step(o, pieces=self.exchange.pieces_of(o), node=self.node) for o in self.optimizers
+            ]
             self.exchange.begin(self.optimizers)
             if self.overlap:
                 forward_gather.CHUNK_BYTES = 2000  # several, in this process

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.optim import gather as gather_module
 from lightning_topt.optim.gather import PieceGather, sent_dtype
 from lightning_topt.optim.pieces import Piece, rows_of
@@ -56,13 +57,14 @@ def expected(pieces: list[Piece], *, dtype: torch.dtype | None) -> list[Tensor]:
 
 def gathers(rank: int) -> int:
     world_size, checked = dist.get_world_size(), 0
+    memory = NodeRows(dist.group.WORLD, timeout_seconds=30)
     for split in (whole_pieces, row_pieces):
-        for dtype in (None, torch.bfloat16):
+        for dtype, node in ((None, None), (torch.bfloat16, None), (None, memory), (torch.bfloat16, memory)):
             for chosen in (None, {0, 2, 3, 8}, set()):
                 parameters = make_parameters(rank)
                 layouts = [p.stride() for p in parameters]
                 pieces = split(parameters, world_size)
-                gather = PieceGather(parameters, pieces, dtype=dtype)
+                gather = PieceGather(parameters, pieces, dtype=dtype, node=node)
                 pending = gather.start(chosen)
                 pending.wait()
                 pending.wait()
@@ -76,7 +78,7 @@ def gathers(rank: int) -> int:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_all_ranks_have_what_owners_hold(world_size: int) -> None:
-    assert run_ranks(gathers, world_size) == [12] * world_size
+    assert run_ranks(gathers, world_size) == [24] * world_size
 
 
 def again(rank: int) -> None:

@@ -25,7 +25,7 @@ STEPS = 55
 
 def compare(rank: int, name: str, options: dict[str, Any], overlap: str) -> dict[str, Any]:
     plain = wrap(**options)
-    fused = Fused(wrap(**options), overlap=overlap)
+    fused = Fused(wrap(**options), overlap=overlap if overlap != "node" else "", node=overlap == "node")
     fused.optimizers = (make_optimizer(name, fused.ddp),)
     optimizer = make_optimizer(name, plain)
     for step in range(STEPS):
@@ -55,6 +55,8 @@ def compare(rank: int, name: str, options: dict[str, Any], overlap: str) -> dict
         (2, "sgd", {"gradient_as_bucket_view": False}, ""),
         (3, "sgd", {}, "early"),
         (4, "adamw", {"gradient_as_bucket_view": False}, "early"),
+        (2, "adamw", {}, "node"),
+        (3, "sgd", {"gradient_as_bucket_view": False}, "node"),
     ],
 )
 def test_parameters_are_those_of_plain_ddp(world_size, name, options, overlap):
@@ -152,9 +154,9 @@ def test_bad_input_is_refused():
     assert all(run_ranks(refuses, 2))
 
 
-def lost(rank: int, seconds: float) -> str:
+def lost(rank: int, seconds: float, node: bool) -> str:
     peers.GRACE_SECONDS = 0.5
-    fused = Fused(wrap())
+    fused = Fused(wrap(), node=node)
     fused.exchange.timeout = timedelta(seconds=1)
     fused.optimizers = (make_optimizer("sgd", fused.ddp),)
     for step in range(3):
@@ -168,9 +170,10 @@ def lost(rank: int, seconds: float) -> str:
     return type(caught.value).__name__
 
 
+@pytest.mark.parametrize("node", [False, True])
 @pytest.mark.parametrize("seconds", [0.0, 2.5])
-def test_a_rank_that_is_gone_or_late_is_named(seconds):
-    assert run_ranks(lost, 2, seconds)[0] == "PeerLostError"
+def test_a_rank_that_is_gone_or_late_is_named(seconds, node):
+    assert run_ranks(lost, 2, seconds, node)[0] == "PeerLostError"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])

@@ -19,10 +19,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy, ParallelOptimizerStep
 from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.optim import adaptive_step
 from lightning_topt.optim.decision import GatherCost
 from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.update_rule import UnsplittableOptimizer
-from lightning_topt.plugins import optimizer_decision
 from lightning_topt.plugins.optimizer_checks import check_strategy
 from tests.models import GPT
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
@@ -123,7 +123,8 @@ def fit(callback: ParallelOptimizerStep | None, **kwargs: Any) -> Result:
 
 def forced(cost: GatherCost) -> None:
     """What sending costs is taken as `cost`: timings decide nothing."""
-    optimizer_decision.measure_gather = lambda *args, **kwargs: cost
+    adaptive_step.measure_gather = lambda *args, **kwargs: cost
+    adaptive_step.is_faster = lambda plain, shared: cost is FREE
 
 
 def both(rank: int, options: dict[str, Any], fits: dict[str, Any], cost: GatherCost) -> tuple[Result, Result]:
@@ -168,6 +169,11 @@ def assert_equal_optimizer_states(whole: Any, state: Any, *, tolerance: float) -
         ({"always": True}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05}, FREE),
         ({"always": True}, {"precision": "bf16-true"}, FREE),
         ({}, {"overflow": True, "max_steps": 20}, FREE),
+        ({"reduce_scatter": True}, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, FREE),
+        ({"reduce_scatter": True}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}, FREE),
+        ({"reduce_scatter": True}, {"kind": AdafactorGPT}, FREE),
+        ({"reduce_scatter": True}, {"overflow": True, "max_steps": 20}, FREE),
+        ({"reduce_scatter": True}, {"kind": TwoOptimizers, "max_steps": 20}, FREE),
     ],
     ids=str,
 )
@@ -190,10 +196,41 @@ def test_more_ranks(ranks: int) -> None:
 
 def lars(rank: int, pays: bool) -> tuple[tuple[Result, Result], bool]:
     forced(DEAR)
-    optimizer_decision.pays_to_share_ratios = lambda plain, shared: pays
+    adaptive_step.is_faster = lambda plain, shared: pays
     callback = ParallelOptimizerStep()
     fits = fit(None, kind=LarsGPT, max_steps=13), fit(callback, kind=LarsGPT, max_steps=13, callbacks=lambda: [Norms()])
     return fits, Norms.shared
+
+
+class SaveInFit(L.Callback):
+    """Saves after the fourth batch, and keeps the parameters of then."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.parameters = path, dict[str, torch.Tensor]()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.path)
+            self.parameters = state_of(pl_module)
+
+
+def exact_values(rank: int, path: str, reduce_scatter: bool) -> tuple[bool, bool]:
+    saver = SaveInFit(path)
+    fit(
+        ParallelOptimizerStep(always=True, gather_dtype="bfloat16", reduce_scatter=reduce_scatter),
+        callbacks=lambda: [saver],
+    )
+    if rank:
+        return True, True
+    saved = torch.load(path, weights_only=False)["state_dict"]
+    known = {name: value for name, value in saver.parameters.items() if value.is_floating_point()}
+    same = all(torch.equal(saved[name].bfloat16().float(), value) for name, value in known.items())
+    return same, all(not torch.equal(saved[name], value) for name, value in known.items() if value.dim() > 1)
+
+
+@pytest.mark.parametrize("reduce_scatter", [False, True])
+def test_checkpoints_have_the_values_behind_rounded_parameters(tmp_path: Path, reduce_scatter: bool) -> None:
+    assert on_ranks(exact_values, str(tmp_path / "saved.ckpt"), reduce_scatter) == [(True, True)] * 2
 
 
 class Norms(L.Callback):

@@ -156,6 +156,56 @@ def sum_ranks(
 
 
 @compiled
+def average_slice(
+    own: Array, processes: Array, sources: Array, rank: int, received: Array, vector: int
+) -> tuple[int, int]:
+    """``own`` (n,) float32 becomes the mean of it and of the n elements at ``sources[peer]`` of every other rank, in blocks.
+
+    Terms are scaled before they are added, in rank order from the next rank on. `received` (block,) float32 is memory to work
+    with. Returns (rank, error number) of a failed read, or (0, 0).
+    """
+    ranks, block = processes.shape[0], received.shape[0]
+    scale = np.float32(1.0 / ranks)
+    target = np.int64(received.ctypes.data)
+    for start in range(0, own.shape[0], block):
+        size = min(block, own.shape[0] - start)
+        part = own[start : start + size]
+        for i in range(size):
+            part[i] *= scale
+        for step in range(1, ranks):
+            peer = (rank + step) % ranks
+            error = fetch(processes[peer], target, sources[peer] + 4 * start, 4 * size, vector)  # type: ignore[arg-type]
+            if error:
+                return peer, error
+            for i in range(size):
+                part[i] += scale * received[i]
+    return 0, 0
+
+
+@compiled
+def gather_tables(
+    processes: Array, sources: Array, table: Array, targets: Array, sizes: Array, starts: Array, rank: int, vector: int
+) -> tuple[int, int]:
+    """Copy what lies at the addresses in every other rank's table, which is at ``sources[peer]`` there.
+
+    Entries ``starts[peer]`` up to ``starts[peer + 1]`` of `targets` (addresses here) and `sizes` (bytes) are its own;
+    `table` is memory for a table. Returns (rank, error number) of a failed read, or (0, 0).
+    """
+    ranks = processes.shape[0]
+    for step in range(1, ranks):
+        peer = (rank + step) % ranks  # every rank starts with another one
+        first, count = starts[peer], starts[peer + 1] - starts[peer]
+        error = fetch(processes[peer], np.int64(table.ctypes.data), sources[peer], 8 * count, vector)  # type: ignore[arg-type]
+        if error:
+            return peer, error
+        for index in range(count):
+            error = fetch(processes[peer], targets[first + index], table[index], sizes[first + index], vector)
+            if error:
+                return peer, error
+    return 0, 0
+
+
+@compiled
 def announce(word: int, value: int) -> None:
     """Set the shared int64 at `word` after everything written before, and wake who waits for it."""
     store_release(word, value)

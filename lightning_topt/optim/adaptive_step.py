@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from lightning_topt.communication.node.rows import NodeRows
 from lightning_topt.optim.assignment import Share, assign_pieces
 from lightning_topt.optim.decision import Decision, GatherCost, choose_pieces, measure_gather
 from lightning_topt.optim.full_state import parameters_of
@@ -37,7 +38,7 @@ from lightning_topt.optim.update_rule import UpdateRule, calls_may_repeat, is_on
 WARMUP_STEPS = 1
 # Of the steps that follow, the time as a whole, or of one kind of parameters after the other.
 MEASURED_STEPS = ("whole", "kinds", "whole", "kinds", "whole")
-RATIO_STEPS = 4  # of LARS with shared norms, the first of which warms up
+TRIAL_STEPS = 4  # of what was decided, the first of which warms up
 # Whole parameters, but an update costs about the same per element; others are taken for matrix functions (Muon, Shampoo).
 _EVEN_WORK: tuple[type[Optimizer], ...] = (optim.Adafactor, LARS, LAMB)
 
@@ -47,22 +48,25 @@ class Sharing:
     """What all optimizers of a fit have in common.
 
     `group`: the ranks, and the timeout of every wait. `reduced`: the parameters whose gradients are equal on all of them; only
-    these are shared. `always`: every group, from the first step, without measuring.
+    these are shared. `always`: every group, from the first step, without measuring. `node`: the ranks through the memory of
+    their one machine.
     """
 
     group: dist.ProcessGroup
     reduced: frozenset[Tensor]
     always: bool = False
     gather_dtype: torch.dtype | None = None
+    node: NodeRows | None = None
 
 
 class AdaptiveStep:
     """Replaces ``optimizer.step`` during a fit, from `start` to `finish`; `decisions` has one entry per group once decided.
 
     The first `WARMUP_STEPS` and `MEASURED_STEPS` are plain. Then groups whose update is worth it are shared: a `ParallelStep`
-    does them. Where none is, a LARS is tried with its norms shared (`trust_ratios`: no parameter travels), which it keeps if
-    its steps are faster so (`shares_ratios`). When parameters are added to groups or leave them, the next step decides again
-    from what is known: seconds of parameters that were never measured are estimated from the others'.
+    does them, for good if `TRIAL_STEPS` of it are faster than the plain ones were. Where none is, a LARS is tried in the same
+    way with its norms shared (`trust_ratios`: no parameter travels; `shares_ratios`). When parameters are added to groups or
+    leave them, the next step decides again from what is known: seconds of parameters that were never measured are estimated
+    from the others'.
     """
 
     # What learning-rate schedulers leave on a step that they have wrapped, to see that it is called.
@@ -84,7 +88,8 @@ class AdaptiveStep:
         self._bytes: dict[Tensor, int] = {}
         self._gather: GatherCost | None = None
         self.shares_ratios = False
-        self._ratio_seconds: list[float] | None = None  # while norms are shared on trial
+        self._trial_seconds: list[float] | None = None  # while sharing is on trial
+        self._refused = False  # sharing of parameters, after a trial
         self._restart()
 
     def _restart(self) -> None:
@@ -105,12 +110,9 @@ class AdaptiveStep:
 
     def finish(self) -> None:
         """Collective call where a group is shared: the whole state on every rank, and the optimizer's own step again."""
-        self._leave()
         self._unshare_ratios()
-        if self.parallel is not None:
-            self.optimizer.step = self.parallel  # type: ignore[method-assign]
-            self.parallel.remove()
-            self.parallel = None
+        self._unshare()
+        self._leave()
 
     def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One step. `closure` runs the forward and backward pass (and clipping) on whole gradients first.
@@ -134,9 +136,11 @@ class AdaptiveStep:
         elif self._decided:
             if changed:
                 self._unshare_ratios()
-                self._share(self._worthwhile_pieces())
-            if self._ratio_seconds is not None:
-                return self._step_on_trial(self._ratio_seconds, kwargs)
+                self._trial_seconds = None
+                if not self._refused:
+                    self._share(self._worthwhile_pieces())
+            if self._trial_seconds is not None:
+                return self._step_on_trial(self._trial_seconds, kwargs)
         else:
             if changed:
                 self._restart()
@@ -179,31 +183,59 @@ class AdaptiveStep:
         self._seconds = dict(zip(parameters, slowest, strict=True))
         self._decided = True
         self._share(self._worthwhile_pieces())
-        if self.parallel is None and isinstance(self.optimizer, LARS) and self.sharing.reduced.issuperset(parameters):
-            share_trust_ratios(self.optimizer, group=self.sharing.group)
-            self.shares_ratios, self._ratio_seconds = True, []
+        if self.parallel is None:
+            self._try_ratios()
+        else:
+            self._trial_seconds = []
 
-    def _step_on_trial(self, ratio_seconds: list[float], kwargs: dict[str, Any]) -> Any:
-        """A step of LARS with shared norms; after the last of them, go on so or without."""
+    def _try_ratios(self) -> None:
+        if isinstance(self.optimizer, LARS) and self.sharing.reduced.issuperset(parameters_of(self.optimizer)):
+            share_trust_ratios(self.optimizer, group=self.sharing.group)
+            self.shares_ratios, self._trial_seconds = True, []
+
+    def _step_on_trial(self, trial_seconds: list[float], kwargs: dict[str, Any]) -> Any:
+        """A step of what was decided; after the last of them, go on so or without."""
         outputs: list[Any] = []
-        ratio_seconds.append(time_step(self.optimizer, lambda: outputs.append(self._step(**kwargs))))
-        if len(ratio_seconds) == RATIO_STEPS:
-            mine = [statistics.median(self._whole_seconds), statistics.median(ratio_seconds[1:])]
+        step = self._step if self.parallel is None else self.parallel
+        dist.barrier(group=self.sharing.group)  # that one rank is late in the step is not what sharing costs
+        trial_seconds.append(time_step(self.optimizer, lambda: outputs.append(step(**kwargs))))
+        if len(trial_seconds) == TRIAL_STEPS:
+            mine = [statistics.median(self._whole_seconds), statistics.median(trial_seconds[1:])]
             device = parameters_of(self.optimizer)[0].device
             plain, shared = slowest_of_ranks(mine, device=device, group=self.sharing.group)
-            self._ratio_seconds = None
-            if not pays_to_share_ratios(plain, shared):
-                self._unshare_ratios()
-            verdict = "shared" if self.shares_ratios else "not shared"
-            self.say(
-                f"trust ratios: {verdict}; a step takes {1e3 * shared:.2f} ms with them shared, {1e3 * plain:.2f} without"
-            )
+            self._trial_seconds = None
+            self._judge(plain, shared)
         return outputs[0]
+
+    def _judge(self, plain_seconds: float, shared_seconds: float) -> None:
+        faster = is_faster(plain_seconds, shared_seconds)
+        times = f"a step takes {1e3 * shared_seconds:.2f} ms with them shared, {1e3 * plain_seconds:.2f} without"
+        if self.parallel is None:
+            if not faster:
+                self._unshare_ratios()
+            self.say(f"trust ratios: {'shared' if faster else 'not shared'}; {times}")
+        elif not faster:
+            groups = [decision.group for decision in self.decisions if decision.shared]
+            self.say(f"groups {groups}: not shared after all; {times}")
+            reason = f"not shared after a trial: {times}"
+            self.decisions = [replace(d, pays=False, shared=False, reason=reason) for d in self.decisions]
+            self._unshare()
+            self._refused = True
+            self._try_ratios()
+
+    def _unshare(self) -> None:
+        """Collective call where a group is shared: the whole state on every rank."""
+        if self.parallel is not None:
+            self._leave()
+            self.optimizer.step = self.parallel  # type: ignore[method-assign]
+            self.parallel.remove()
+            self.parallel = None
+            self.optimizer.step = self  # type: ignore[method-assign]
 
     def _unshare_ratios(self) -> None:
         if self.shares_ratios:
             unshare_trust_ratios(self.optimizer)
-        self.shares_ratios, self._ratio_seconds = False, None
+        self.shares_ratios = False
 
     # ---- what is shared -------------------------------------------------------------------------------------------
 
@@ -216,7 +248,11 @@ class AdaptiveStep:
         elif pieces:
             self._leave()
             self.parallel = install_parallel_step(
-                self.optimizer, pieces=pieces, group=self.sharing.group, gather_dtype=self.sharing.gather_dtype
+                self.optimizer,
+                pieces=pieces,
+                group=self.sharing.group,
+                gather_dtype=self.sharing.gather_dtype,
+                node=self.sharing.node,
             )
             self.optimizer.step = self  # type: ignore[method-assign]
 
@@ -230,6 +266,7 @@ class AdaptiveStep:
                 device=parameters[0].device,
                 parameters=parameters,
                 pieces=assign_pieces(shares, world_size=world_size),
+                node=self.sharing.node,
             )
         sent_bytes = {share.index: _sent_bytes(parameters[share.index], self.sharing.gather_dtype) for share in shares}
         pieces, self.decisions = choose_pieces(
@@ -270,8 +307,8 @@ class AdaptiveStep:
         return [self._seconds.get(p, rate * work) for p, work in zip(parameters, expected, strict=True)]
 
 
-def pays_to_share_ratios(plain_seconds: float, shared_seconds: float) -> bool:
-    """Whether steps with shared norms are faster: the slowest rank's seconds, the same on all."""
+def is_faster(plain_seconds: float, shared_seconds: float) -> bool:
+    """Whether steps are faster when shared: the slowest rank's seconds, the same on all."""
     return shared_seconds < plain_seconds
 
 

@@ -8,7 +8,7 @@ from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
 from lightning_topt.optim.pieces import Piece
 from lightning_topt.optim.trust_ratios import share_trust_ratios, unshare_trust_ratios
-from lightning_topt.optim.update_rule import UnsplittableOptimizer, update_rule
+from lightning_topt.optim.update_rule import UnsplittableOptimizer
 
 __all__ = [
     "LAMB",
@@ -19,5 +19,4 @@ __all__ = [
     "install_parallel_step",
     "share_trust_ratios",
     "unshare_trust_ratios",
-    "update_rule",
 ]

@@ -1,6 +1,6 @@
 """What one element's update depends on: the question before an optimizer's work is split between ranks.
 
-torch's optimizers are known. Of every other one a copy is stepped on small tensors: all parameters at once, against some of
+torch's optimizers and this package's are known. Of every other one a copy is stepped on small tensors: all parameters at once, against some of
 them at a time, against blocks of rows. What agrees to rounding over several steps may be split so.
 """
 
@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from lightning_topt.optim.lamb import LAMB
+from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.pieces import num_rows
 from lightning_topt.optim.trial_steps import (
     Outcome,
@@ -36,7 +38,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 # Those that treat each parameter by itself, but not each element.
 BY_PARAMETER: tuple[type[Optimizer], ...] = (
     *ELEMENTWISE,
-    *(optim.Adafactor, *((optim.Muon,) if hasattr(optim, "Muon") else ())),
+    *(LARS, LAMB, optim.Adafactor, *((optim.Muon,) if hasattr(optim, "Muon") else ())),
 )
 
 

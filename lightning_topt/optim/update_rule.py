@@ -1,7 +1,7 @@
 """What one element's update depends on: the question before an optimizer's work is split between ranks.
 
-torch's optimizers and this package's are known. Of every other one a copy is stepped on small tensors: all parameters at once, against some of
-them at a time, against blocks of rows. What agrees to rounding over several steps may be split so.
+torch's optimizers and this package's are known. Of every other one a copy is stepped on small tensors: all parameters at
+once, against some of them at a time, against blocks of rows. What agrees to rounding over several steps may be split so.
 """
 
 from __future__ import annotations

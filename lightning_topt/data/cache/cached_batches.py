@@ -33,7 +33,6 @@ from lightning_topt.data.cache.sample_codec import (
 
 _NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool, "complex": torch.complex128}
 _SMALL = 256  # bytes: gathered for all rows at once
-_AHEAD = 16  # new entries are verified per sample that was read from elsewhere: as many processes may be storing them
 _LOOK_AT = 16  # items of a batch, for one in memory whose layout is known
 Bytes = npt.NDArray[np.uint8]
 
@@ -90,10 +89,9 @@ def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | l
     if rows is None:
         return None
     unmapped = np.flatnonzero(~rows.fill_from(cache, items)).tolist()
-    if unmapped and cache.mapped is not None:
-        cache.mapped.verify_new(_AHEAD * len(unmapped))
     missing = [i for i in unmapped if not cache.read_into(items[i], rows.buffers(i))]
     rest = dict(zip(missing, dataset.entries([items[i] for i in missing]), strict=True))
+    cache.verify_new()
     if all(rows.fill(i, rest[i]) if i in rest else rows.is_filled(i) for i in unmapped):
         return ReadyBatch(rows.batch())
     # Every entry was read and counted once: samples of different sizes cost no second reading.

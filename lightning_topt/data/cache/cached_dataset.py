@@ -62,6 +62,7 @@ class CachedDataset(Dataset[Any]):
             items = [self.item(index) for index in indices]
             entries = self.cache.get_many(items)
             samples = [self._sample(i, e, self.dataset.__getitem__) for i, e in zip(items, entries, strict=True)]
+            self.cache.verify_new()
         if get_worker_info() is not None:  # nobody tells a worker which batch is the epoch's last one
             self.cache.flush()
         return samples

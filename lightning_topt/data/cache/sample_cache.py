@@ -27,6 +27,7 @@ from lightning_topt.data.cache.store_file import StoreFile, locked
 
 COUNTERS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged", "stored")
 MEMORY_HITS, DISK_HITS, PEER_HITS, MISSES, DAMAGED, STORED = range(len(COUNTERS))
+_AHEAD = 16  # entries are verified per entry that this process has stored: as many processes may be storing them
 _ROWS = 257  # of counters: one for the main process and for each of 256 workers
 
 
@@ -106,6 +107,7 @@ class SampleCache:
         self._open_tiers()
 
     def _open_tiers(self) -> None:
+        self._num_new = 0  # entries that this process has stored since `verify_new`
         self._counters: npt.NDArray[np.int64] = self._counts.numpy()  # the same memory
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._refusal.exists():
@@ -174,7 +176,7 @@ class SampleCache:
             else:
                 self._count(DISK_HITS)
                 if self.memory is not None:
-                    self.memory.write(item, [entry])
+                    self._num_new += self.memory.write(item, [entry])
             return entry
         return None
 
@@ -212,6 +214,13 @@ class SampleCache:
         for tier in tiers:
             stored |= tier.write(item, parts, digest=digest)
         self._count(STORED, stored)
+        self._num_new += stored
+
+    def verify_new(self) -> None:
+        """Verify entries that were stored lately by this process or others, about as many: for readings in place (`mapped`)."""
+        if self._num_new and self.mapped is not None:
+            self.mapped.verify_new(_AHEAD * self._num_new)
+        self._num_new = 0
 
     def flush(self) -> None:
         """Wait until other nodes have what was put here, as far as they take it in time."""

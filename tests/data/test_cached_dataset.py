@@ -147,9 +147,11 @@ def test_a_damaged_header_is_found_out_and_the_sample_read_again(tmp_path, at):
     flipped = os.pread(where.descriptor, 1, where.offset + at)[0] ^ 1
     os.pwrite(where.descriptor, bytes([flipped]), where.offset + at)
     data.calls = 0
-    same(collate(dataset.__getitems__([3, 4, 5])), wanted)
-    statistics = dataset.cache.statistics()
-    assert statistics.damaged == 1 and statistics.misses == 4 and data.calls == 2  # drawn twice
+    # Who stored an entry has verified it; another job finds it damaged.
+    other = BatchDataset(cached(data, tmp_path))
+    same(collate(other.__getitems__([3, 4, 5])), wanted)
+    statistics = other.cache.statistics()
+    assert statistics.damaged == 1 and statistics.misses == 1 and data.calls == 2  # drawn twice
 
 
 def test_in_spawned_workers(tmp_path):

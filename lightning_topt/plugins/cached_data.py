@@ -155,6 +155,7 @@ class CachedDataModule(WrappedDataModule):
                 num_items=num_items,
                 memory_bytes=self.memory_bytes,
                 disk_bytes=self.disk_bytes,
+                write_behind=self.partition is None,
             )
 
         if self.partition is None:

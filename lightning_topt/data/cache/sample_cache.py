@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
+from lightning_topt.data.cache.disk_writer import DiskWriter
 from lightning_topt.data.cache.mapped_entries import HEAD_BYTES, MappedEntries
 from lightning_topt.data.cache.memory_file import available_bytes, open_shared
 from lightning_topt.data.cache.sample_codec import Parts, header_of, size_of
@@ -81,6 +82,8 @@ class SampleCache:
         fingerprint: of the data and everything done to them. Caches of one fingerprint have the same items.
         memory_bytes, disk_bytes: room for entries per node; 0: no such tier. The index adds 32 bytes per item.
         peers: the other nodes' parts; this node then stores its own items only.
+        write_behind: what is in memory is copied to disk by a process of its own when nobody else wants the time, at the latest
+            in `close`; a killed job's last samples may be missing on disk.
 
     Raises ValueError where both are 0 or one is negative, RefusedCacheError where `refuse` was called for this fingerprint.
     """
@@ -94,6 +97,7 @@ class SampleCache:
         memory_bytes: int,
         disk_bytes: int,
         peers: Peers | None = None,
+        write_behind: bool = False,
     ) -> None:
         if min(memory_bytes, disk_bytes) < 0 or memory_bytes + disk_bytes == 0:
             raise ValueError(
@@ -105,8 +109,22 @@ class SampleCache:
         self._counts = torch.zeros((_ROWS, len(COUNTERS)), dtype=torch.int64)
         self._counts.share_memory_()  # type: ignore[no-untyped-call]
         self._open_tiers()
+        self.write_behind = write_behind and self.memory is not None and self.disk is not None
+        if self.write_behind:
+            self._start_writer()
+
+    def _start_writer(self) -> None:
+        assert self.memory is not None and self.disk is not None
+        try:
+            self._writer: DiskWriter | None = DiskWriter(self.memory, self.disk)
+        except OSError as error:
+            self.write_behind = False
+            warnings.warn(
+                f"the disk cache is written at once, no process could be started for it: {error}", stacklevel=4
+            )
 
     def _open_tiers(self) -> None:
+        self._writer = None
         self._num_new = 0  # entries that this process has stored since `verify_new`
         self._counters: npt.NDArray[np.int64] = self._counts.numpy()  # the same memory
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +159,7 @@ class SampleCache:
         return SegmentStore(file, capacity_bytes=self.disk_bytes, name=f"disk cache {path}")
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("memory", "mapped", "disk", "tiers", "_finalizer", "_counters")
+        left_out = ("memory", "mapped", "disk", "tiers", "_finalizer", "_counters", "_writer")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -212,7 +230,10 @@ class SampleCache:
         tiers = [tier for tier in self.tiers if tier.may_take(item, nbytes)]
         digest = checksum(parts, item=item) if tiers else None
         for tier in tiers:
-            stored |= tier.write(item, parts, digest=digest)
+            if stored and self.write_behind and tier is self.disk:
+                tier.claim(item, nbytes)  # the writer brings it there
+            else:
+                stored |= tier.write(item, parts, digest=digest)
         self._count(STORED, stored)
         self._num_new += stored
 
@@ -265,6 +286,9 @@ class SampleCache:
         """Let go of the tiers: shared memory is freed with its last process, the disk's part stays. Twice is once."""
         if self.peers is not None:
             self.peers.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
         if self.mapped is not None:
             self.mapped.close()
         self.tiers, self.memory, self.mapped, self.disk = [], None, None, None

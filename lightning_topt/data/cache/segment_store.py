@@ -166,13 +166,18 @@ class SegmentStore:
                     return False
                 done += wanted
             self._write_record(item, STORED, offset, nbytes, checksum(parts, item=item) if digest is None else digest)
-        except LockTimeout as error:
-            self._warn(f"a sample was not stored in the {self.name}: {error}")
-            return False
         except (OSError, MemoryError) as error:
-            self._stop(str(error))
+            self._failed(error)
             return False
         return True
+
+    def claim(self, item: int, nbytes: int) -> bool:
+        """Keep a place for an entry of so many bytes, which somebody else writes; False where it has no room, or is there."""
+        try:
+            return self._claim(item, nbytes) is not None
+        except (OSError, MemoryError) as error:
+            self._failed(error)
+            return False
 
     def may_take(self, item: int, nbytes: int) -> bool:
         """Whether `write` is worth trying: False where an entry of so many bytes has found no room before."""
@@ -211,6 +216,12 @@ class SegmentStore:
         with locked(self.file.lock):
             zeros = bytes(RECORD.size * self.num_items)
             os.pwrite(self.file.descriptor, zeros, PAGE)
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, LockTimeout):
+            self._warn(f"a sample was not stored in the {self.name}: {error}")
+        else:
+            self._stop(str(error))
 
     def _stop(self, reason: str) -> None:
         """Write nothing more; what is stored can still be read."""

@@ -1,0 +1,155 @@
+"""A process that copies entries from the memory tier to their places on disk, with the time that nobody else wants.
+
+Whoever stores a sample only claims its place on disk; the first epoch then does not wait for the file system. The process is
+light (no torch), runs at the lowest priority, and ends once its parent has ended and everything is copied, also after the
+parent was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_topt.data.cache.memory_file import available_bytes
+from lightning_topt.data.cache.segment_store import CLAIMED, STORED, SegmentStore
+from lightning_topt.data.cache.store_file import StoreFile
+
+SWEEP_SECONDS = 0.5  # between two looks for new entries
+CLOSE_SECONDS = 300.0  # `close` waits no longer; the process then goes on alone
+# The package's own __init__ imports torch: the process gets empty packages that only know where their modules lie.
+BOOT = """
+import json, sys, types
+settings = json.loads(sys.argv[1])
+sys.path[:] = settings["path"]
+for name, path in (("lightning_topt", settings["package"]), ("lightning_topt.data", settings["package"] + "/data")):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+from lightning_topt.data.cache.disk_writer import main
+main(settings)
+"""
+
+
+class DiskWriter:
+    """Copies what `memory` has and `disk` has a claimed place for, until `close`. Raises OSError where it cannot start."""
+
+    def __init__(self, memory: SegmentStore, disk: SegmentStore) -> None:
+        settings = {
+            "memory": _described(memory),
+            "disk": _described(disk),
+            "path": [os.path.abspath(entry) for entry in sys.path],
+            "package": str(Path(__file__).resolve().parents[2]),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", BOOT, json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            pass_fds=[memory.file.descriptor, disk.file.descriptor],
+            start_new_session=True,  # Ctrl-C in the job's terminal is for the job
+            cwd="/",
+        )
+        self._finalizer = weakref.finalize(self, _end, self.process, os.getpid())
+        _writers.add(self)
+
+    def close(self) -> None:
+        """Wait until everything is on disk. Twice is once."""
+        self._finalizer()
+
+
+_writers: weakref.WeakSet[DiskWriter] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked process: the writer must see the end of the process that started it, not of this one."""
+    for writer in list(_writers):
+        writer._finalizer.detach()
+        if writer.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                writer.process.stdin.close()
+    _writers.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    try:
+        if process.wait(timeout=CLOSE_SECONDS):
+            warnings.warn(
+                "the process that writes the disk cache failed, see its standard error; samples that it had not written are "
+                "read from the source in the next run",
+                stacklevel=2,
+            )
+    except subprocess.TimeoutExpired:
+        warnings.warn(f"the disk cache is still being written after {CLOSE_SECONDS:g} s, and goes on", stacklevel=2)
+
+
+def _described(store: SegmentStore) -> dict[str, Any]:
+    return {
+        "descriptor": store.file.descriptor,
+        "num_items": store.num_items,
+        "lock": str(store.file.lock),
+        "capacity_bytes": store.capacity_bytes,
+        "name": store.name,
+    }
+
+
+def _opened(known: dict[str, Any], *, in_memory: bool) -> SegmentStore:
+    file = StoreFile(
+        known["descriptor"],
+        num_items=known["num_items"],
+        lock=Path(known["lock"]),
+        available=available_bytes if in_memory else None,
+    )
+    return SegmentStore(file, capacity_bytes=known["capacity_bytes"], name=known["name"])
+
+
+def copy_claimed(memory: SegmentStore, disk: SegmentStore) -> int:
+    """Write every entry that has a claimed place on disk and is in memory; how many."""
+    stored = memory.file.records()[:, 1] >> np.uint64(56) == STORED
+    claimed = disk.file.records()[:, 1] >> np.uint64(56) == CLAIMED
+    number = min(len(stored), len(claimed))
+    written = 0
+    for item in np.flatnonzero(stored[:number] & claimed[:number]).tolist():
+        entry = memory.read(item)
+        if entry is not None and not disk.write(item, [entry]):
+            break  # full, or failing: it has said so
+        written += entry is not None
+    return written
+
+
+def _lowest_priority() -> None:
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):
+        os.nice(19)
+
+
+def _usual_priority() -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Copy until standard input ends, and what is left then."""
+    _lowest_priority()
+    memory, disk = _opened(settings["memory"], in_memory=True), _opened(settings["disk"], in_memory=False)
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+    while not poll.poll(SWEEP_SECONDS * 1000):
+        copy_claimed(memory, disk)
+    _usual_priority()  # somebody may be waiting
+    copy_claimed(memory, disk)

@@ -7,7 +7,7 @@ litdata and streaming hold what they are best at: prepared samples in their own 
 All run in one process with 0, 1 or 2 workers, rounds interleaved, batches of 64 with torch's default collate; the best number
 of workers of each counts; for all but the uncached one, the mean of epochs 2 to 6. Missing packages are left out of the table.
 
-The first epoch, which stores what it reads, is compared with an uncached one of the same number of workers, after memory was
+The first epoch, which stores what it reads, is compared with an uncached one on the first `FEW` files, after memory was
 touched: a virtual machine may get a page from its host, some microseconds, only when it is first used, which would be all that
 is seen.
 """
@@ -38,14 +38,14 @@ from benchmarks.data_sources import CROP, HttpFiles, JpegFiles, make_files
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt.plugins.cached_data import CachedDataModule
 
-BATCH = 64
-UNCACHED = "DataLoader, uncached"
+BATCH, FEW = 64, 2000
 PARTS = (slice(0, 1), slice(1, None))
 EPOCHS = 5  # after the first, for all that is in memory or prepared then
 TOUCHED_BYTES = 4 << 30
 FIRST = {
-    "memory and disk": "ours, first epoch",
-    "memory": "ours, first epoch, memory only",
+    "uncached": "DataLoader, uncached, few",
+    "memory and disk": "ours, first epoch, few",
+    "memory": "ours, first epoch, few, memory only",
 }
 PORT = 8000
 Loader = Iterable[Any]
@@ -156,12 +156,14 @@ def measure_one(options: argparse.Namespace) -> None:
     """In a process of its own: epochs of one contender; prints the figures as JSON."""
     torch.set_num_threads(1)
     names = json.loads((options.folder / "names.json").read_text())
+    names = names[:FEW] if options.one in FIRST.values() else names
     data = HttpFiles((options.host, PORT), names) if options.host else JpegFiles(options.folder / "files", names)
     base, size = own_megabytes(), 160_000 * len(names)
     make: dict[str, Callable[[], Loader]] = {
-        UNCACHED: lambda: plain(data, options.workers),
+        "DataLoader, uncached": lambda: plain(data, options.workers),
         "list in memory": lambda: plain(InMemory(data, options.folder / "prepared.pt"), options.workers),
         "ours": lambda: ours(data, options.workers, options.folder / "cache", size),
+        FIRST["uncached"]: lambda: plain(data, options.workers),
         FIRST["memory and disk"]: lambda: ours(data, options.workers, options.folder / "fresh", size),
         FIRST["memory"]: lambda: ours(data, options.workers, options.folder / "fresh", size, disk=False),
         "litdata": lambda: litdata_loader(data, options.workers, options.folder / "litdata"),
@@ -170,7 +172,7 @@ def measure_one(options: argparse.Namespace) -> None:
     loader = make[options.one]()
     if options.one in ("ours", "litdata", "streaming", "list in memory"):
         epoch(loader)  # fills what is not filled yet, and starts workers
-    if options.one in (UNCACHED, *FIRST.values()):
+    if options.one in FIRST.values():
         touch_memory(TOUCHED_BYTES)
     seconds = [epoch(loader) for _ in range(options.epochs)]
     print(json.dumps({"seconds": seconds, "megabytes": own_megabytes() - base}), flush=True)
@@ -204,7 +206,7 @@ def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host
             for workers in options.worker_counts:
                 if contender in FIRST.values():
                     shutil.rmtree(folder / "fresh", ignore_errors=True)
-                epochs = 1 if contender in (UNCACHED, *FIRST.values()) else EPOCHS
+                epochs = 1 if "uncached" in contender or contender in FIRST.values() else EPOCHS
                 result = job(contender, workers, folder, epochs=epochs, prefix=prefix, host=host)
                 entry = found.setdefault(contender, {}).setdefault(
                     workers, {"seconds": [], "epochs": [], "megabytes": 0}
@@ -218,8 +220,8 @@ def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host
 
 def contenders(options: argparse.Namespace) -> list[str]:
     if options.first:
-        return [UNCACHED, *FIRST.values()]
-    known = [UNCACHED, "list in memory", "ours", *FIRST.values()]
+        return list(FIRST.values())
+    known = ["DataLoader, uncached", "list in memory", "ours", *FIRST.values()]
     return known + [name for name in ("litdata", "streaming") if importlib.util.find_spec(name) and not options.link]
 
 
@@ -246,7 +248,7 @@ def report(found: dict[str, Any], number: int, title: str) -> str:
         "| | workers | samples/s | times uncached | of the list | in epoch 2 | in epochs 3 to 6 | memory, MB |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    base, top = (best(found[name])[1] for name in (UNCACHED, "list in memory"))
+    base, top = (best(found[name])[1] for name in ("DataLoader, uncached", "list in memory"))
     for name, by in found.items():
         if name in FIRST.values():
             continue
@@ -272,14 +274,14 @@ def of_list(by: dict[int, Any], epochs: list[list[float]], part: slice) -> str:
 
 def first_epoch(found: dict[str, Any]) -> str:
     lines = [
-        "The first epoch: times as long as an uncached one with as many workers.",
+        f"First epoch, {FEW} files: times as long as an uncached one.",
         "",
         "| stored in | workers | times as long |",
     ]
     lines.append("|---|---|---|")
     for where, name in FIRST.items():
-        for workers, entry in found[name].items():
-            uncached = found[UNCACHED][workers]["seconds"]
+        for workers, entry in found[name].items() if where != "uncached" else ():
+            uncached = found[FIRST["uncached"]][workers]["seconds"]
             lines.append(f"| {where} | {workers} | {ratios(entry['seconds'], uncached)} |")
     return "\n".join(lines)
 

@@ -2,9 +2,9 @@
 
     LightningModule + batch -> graph -> costs -> frontier -> plan -> execution -> plugins (what a Trainer takes) -> cli
 
-A stage may import what earlier stages produce, never what later ones do; `communication` (the exchange of gradients) and `data`
-(caches of samples) stand beside them. Importing this package registers the strategy names ``"topt"`` and ``"topt_compressed"``
-with Lightning, each also with ``"_fork"`` and ``"_spawn"``.
+A stage may import what earlier stages produce, never what later ones do; `communication` (the exchange of gradients),
+`optim` (the shared optimizer step) and `data` (caches of samples) stand beside them. Importing this package registers the
+strategy names ``"topt"`` and ``"topt_compressed"`` with Lightning, each also with ``"_fork"`` and ``"_spawn"``.
 """
 
 from lightning_topt.plan.parallel_plan import ParallelPlan

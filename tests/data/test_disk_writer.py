@@ -111,6 +111,17 @@ def test_workers_only_claim_and_do_not_keep_it_alive(tmp_path):
     assert on_disk(tmp_path) == list(range(ITEMS))
 
 
+def test_of_two_one_copies_and_the_other_takes_over(tmp_path):
+    one, two = make(tmp_path), make(tmp_path)
+    fill(one, range(10))
+    wait_for(lambda: two.statistics().disk_items == 10)
+    one.close()
+    fill(two, range(10, ITEMS))
+    wait_for(lambda: two.statistics().disk_items == ITEMS)
+    two.close()
+    assert on_disk(tmp_path) == list(range(ITEMS))
+
+
 KILLED = """
 import os, sys
 from pathlib import Path

@@ -2,17 +2,20 @@
 
 Whoever stores a sample only claims its place on disk; the first epoch then does not wait for the file system. The process is
 light (no torch), runs at the lowest priority, and ends once its parent has ended and everything is copied, also after the
-parent was killed.
+parent was killed. Of several (one per rank) one copies at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import logging
 import os
 import select
 import subprocess
 import sys
+import time
 import warnings
 import weakref
 from pathlib import Path
@@ -24,7 +27,11 @@ from lightning_topt.data.cache.memory_file import available_bytes
 from lightning_topt.data.cache.segment_store import CLAIMED, STORED, SegmentStore
 from lightning_topt.data.cache.store_file import StoreFile
 
+log = logging.getLogger(__name__)
+
 SWEEP_SECONDS = 0.5  # between two looks for new entries
+TURN_SECONDS = 5.0  # that a writer whose parent has ended waits for another one to end
+SILENT_SECONDS = 3.0  # of waiting in `close`
 CLOSE_SECONDS = 300.0  # `close` waits no longer; the process then goes on alone
 # The package's own __init__ imports torch: the process gets empty packages that only know where their modules lie.
 BOOT = """
@@ -86,6 +93,10 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=SILENT_SECONDS)
+    if process.returncode is None:
+        log.warning("the rest of the disk cache is being written; this waits for at most %g s", CLOSE_SECONDS)
     try:
         if process.wait(timeout=CLOSE_SECONDS):
             warnings.warn(
@@ -149,7 +160,22 @@ def main(settings: dict[str, Any]) -> None:
     memory, disk = _opened(settings["memory"], in_memory=True), _opened(settings["disk"], in_memory=False)
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+    lock = os.open(disk.file.lock.with_name("writer.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     while not poll.poll(SWEEP_SECONDS * 1000):
-        copy_claimed(memory, disk)
+        if _is_held(lock):
+            copy_claimed(memory, disk)
     _usual_priority()  # somebody may be waiting
-    copy_claimed(memory, disk)
+    end = time.monotonic() + TURN_SECONDS
+    while not (own := _is_held(lock)) and time.monotonic() < end:
+        time.sleep(0.1)
+    if own:  # else another rank's goes on copying
+        copy_claimed(memory, disk)
+
+
+def _is_held(lock: int) -> bool:
+    """Whether this process is the one that copies; it then stays so until it ends."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

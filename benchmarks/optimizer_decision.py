@@ -142,13 +142,12 @@ def summary(results: dict[str, Any]) -> list[str]:
         return []
     right = sum(is_right(case) for _, case in everything)
     ties = sum(abs(ratio(case) - 1) <= TIE for _, case in everything)
-    name, worst = max(everything, key=lambda pair: loss(pair[1]))
     declined = [loss(case) for _, case in everything if not case["pays"]]
     lines = [
         f"**{right} of {len(everything)} decisions right ({100 * right / len(everything):.1f} %)**, {ties} of them ties. "
-        f"Where it declined, the step that decided takes {100 * statistics.median(declined):+.1f} % of the plain step's time more "
-        f"(median of {len(declined)} cases, {100 * min(declined):+.0f} to {100 * max(declined):+.0f} %: the same work, so the range "
-        f"is noise); of all cases at most {100 * loss(worst):+.0f} % ({name}).",
+        "Where it declined, the step that decided takes "
+        f"{1 + statistics.median(declined):.3f} times the plain step's time (median of {len(declined)} cases; the same work, so "
+        f"their range of {1 + min(declined):.2f} to {1 + max(declined):.2f} is noise).",
         "",
     ]
     for name, case in everything:

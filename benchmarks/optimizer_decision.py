@@ -146,8 +146,8 @@ def summary(results: dict[str, Any]) -> list[str]:
     lines = [
         f"**{right} of {len(everything)} decisions right ({100 * right / len(everything):.1f} %)**, {ties} of them ties. "
         "Where it declined, the step that decided takes "
-        f"{1 + statistics.median(declined):.3f} times the plain step's time (median of {len(declined)} cases; the same work, so "
-        f"their range of {1 + min(declined):.2f} to {1 + max(declined):.2f} is noise).",
+        f"{1 + statistics.median(declined):.3f} times as long as the plain step (median of {len(declined)} cases; the work is "
+        f"the same, so the range of {1 + min(declined):.2f} to {1 + max(declined):.2f} is noise).",
         "",
     ]
     for name, case in everything:
@@ -168,7 +168,8 @@ def report(results: dict[str, Any], where: str) -> str:
         "language models (Muon: their matrices). The link of 1gbit is a lab's (network namespaces with a token bucket), "
         "unlimited is loopback. "
         f"Milliseconds of `optimizer.step()` on the slowest rank, plain / shared; median of {rounds} interleaved "
-        "rounds; then how many times faster sharing is (geometric mean over the two orders of the medians of the rounds' ratios) and what was decided in the first "
+        "rounds; then how many times faster sharing is (geometric mean over the two orders of the medians of the rounds' "
+        "ratios) and what was decided in the first "
         f"steps. A decision counts as right if the faster way was chosen or they differ by at most {100 * TIE:.0f} %.",
         "",
         *summary(results),

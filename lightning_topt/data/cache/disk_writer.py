@@ -23,9 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_topt.data.cache.memory_file import available_bytes
-from lightning_topt.data.cache.segment_store import CLAIMED, STORED, SegmentStore
-from lightning_topt.data.cache.store_file import StoreFile
+from lightning_topt.data.cache.segment_store import CLAIMED, STORED, SegmentStore, described, open_store
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +49,8 @@ class DiskWriter:
 
     def __init__(self, memory: SegmentStore, disk: SegmentStore) -> None:
         settings = {
-            "memory": _described(memory),
-            "disk": _described(disk),
+            "memory": described(memory),
+            "disk": described(disk),
             "path": [os.path.abspath(entry) for entry in sys.path],
             "package": str(Path(__file__).resolve().parents[2]),
         }
@@ -108,26 +106,6 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
         warnings.warn(f"the disk cache is still being written after {CLOSE_SECONDS:g} s, and goes on", stacklevel=2)
 
 
-def _described(store: SegmentStore) -> dict[str, Any]:
-    return {
-        "descriptor": store.file.descriptor,
-        "num_items": store.num_items,
-        "lock": str(store.file.lock),
-        "capacity_bytes": store.capacity_bytes,
-        "name": store.name,
-    }
-
-
-def _opened(known: dict[str, Any], *, in_memory: bool) -> SegmentStore:
-    file = StoreFile(
-        known["descriptor"],
-        num_items=known["num_items"],
-        lock=Path(known["lock"]),
-        available=available_bytes if in_memory else None,
-    )
-    return SegmentStore(file, capacity_bytes=known["capacity_bytes"], name=known["name"])
-
-
 def copy_claimed(memory: SegmentStore, disk: SegmentStore) -> int:
     """Write every entry that has a claimed place on disk and is in memory; how many."""
     stored = memory.file.records()[:, 1] >> np.uint64(56) == STORED
@@ -157,7 +135,7 @@ def _usual_priority() -> None:
 def main(settings: dict[str, Any]) -> None:
     """Copy until standard input ends, and what is left then."""
     _lowest_priority()
-    memory, disk = _opened(settings["memory"], in_memory=True), _opened(settings["disk"], in_memory=False)
+    memory, disk = open_store(settings["memory"]), open_store(settings["disk"])
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
     lock = os.open(disk.file.lock.with_name("writer.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

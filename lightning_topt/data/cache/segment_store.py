@@ -12,12 +12,14 @@ import threading
 import warnings
 from collections.abc import Sequence
 from math import inf
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from lightning_topt.data.cache.memory_file import available_bytes
 from lightning_topt.data.cache.store_file import BYTES_MASK, PAGE, RECORD, LockTimeout, StoreFile, locked
 
 EMPTY, CLAIMED, STORED = 0, 1, 2
@@ -236,3 +238,26 @@ class SegmentStore:
 
 
 _warned: set[str] = set()
+
+
+def described(store: SegmentStore) -> dict[str, Any]:
+    """What another process, which inherits the open file, needs for `open_store`; plain data."""
+    return {
+        "descriptor": store.file.descriptor,
+        "num_items": store.num_items,
+        "lock": str(store.file.lock),
+        "in_memory": store.file.available is not None,
+        "capacity_bytes": store.capacity_bytes,
+        "name": store.name,
+    }
+
+
+def open_store(known: dict[str, Any]) -> SegmentStore:
+    """A store that another process has `described`, and whose file is open here under the same descriptor."""
+    file = StoreFile(
+        known["descriptor"],
+        num_items=known["num_items"],
+        lock=Path(known["lock"]),
+        available=available_bytes if known["in_memory"] else None,
+    )
+    return SegmentStore(file, capacity_bytes=known["capacity_bytes"], name=known["name"])

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_topt.data.cache.segment_store import SegmentStore
+from lightning_topt.data.cache.segment_store import SegmentStore, described
 from lightning_topt.data.peers.protocol import PeerLimits, run_key
 
 STARTUP_SECONDS = 60.0
@@ -77,7 +77,7 @@ class PeerServer:
             "port": port,
             "key": run_key(secret, fingerprint=fingerprint, num_items=num_items.pop()).hex(),
             "limits": asdict(limits or PeerLimits()),
-            "stores": [_described(store) for store in stores],
+            "stores": [described(store) | {"name": f"{store.name} of this node"} for store in stores],
             "parent": os.getpid(),
             "path": [os.path.abspath(entry) for entry in sys.path],
             "package": str(Path(__file__).resolve().parents[2]),
@@ -110,17 +110,6 @@ class PeerServer:
 
 
 _servers: weakref.WeakSet[PeerServer] = weakref.WeakSet()
-
-
-def _described(store: SegmentStore) -> dict[str, Any]:
-    return {
-        "descriptor": store.file.descriptor,
-        "num_items": store.num_items,
-        "lock": str(store.file.lock),
-        "in_memory": store.file.available is not None,
-        "capacity_bytes": store.capacity_bytes,
-        "name": store.name,
-    }
 
 
 def _check_host(host: str) -> None:

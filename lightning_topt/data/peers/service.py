@@ -15,14 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_topt.data.cache.memory_file import available_bytes
-from lightning_topt.data.cache.segment_store import Location, SegmentStore, checksum
-from lightning_topt.data.cache.store_file import StoreFile
+from lightning_topt.data.cache.segment_store import Location, SegmentStore, checksum, open_store
 from lightning_topt.data.peers.channel import Channel, FileBroken, PeerError, ProtocolError
 from lightning_topt.data.peers.protocol import (
     ABSENT,
@@ -228,17 +225,6 @@ class PeerService:
             return sum(store.write(item, [entry], digest=digest) for store in self.stores) > 0
         finally:
             self._receiving.release()
-
-
-def open_store(known: dict[str, Any]) -> SegmentStore:
-    """A store whose file is open in this process."""
-    file = StoreFile(
-        known["descriptor"],
-        num_items=known["num_items"],
-        lock=Path(known["lock"]),
-        available=available_bytes if known["in_memory"] else None,
-    )
-    return SegmentStore(file, capacity_bytes=known["capacity_bytes"], name=f"{known['name']} of this node")
 
 
 def _allow_open_files(number: int) -> None:

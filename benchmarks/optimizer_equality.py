@@ -31,7 +31,8 @@ from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.step_costs import estimate_seconds, make_shares
 from lightning_topt.optim.update_rule import update_rule
 
-STEPS, WIDTH, DEPTH, BATCH = 200, 48, 8, 32
+# Rules of whole parameters can share 12 layers evenly among 2, 3 and 4 ranks.
+STEPS, WIDTH, DEPTH, BATCH = 200, 48, 12, 32
 RANKS, PRECISIONS = (2, 3, 4), ("float32", "bfloat16 autocast")
 Make = Callable[[list[nn.Parameter]], Optimizer]
 

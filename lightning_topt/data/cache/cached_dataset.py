@@ -16,10 +16,8 @@ from lightning_topt.data.cache.determinism import (
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import Parts, UnsupportedSample, decode, encode
 
-FIRST_CHECKS, CHECK_EVERY = (
-    16,
-    512,
-)  # misses that are drawn twice: the first ones of a job, then one in so many of a process
+# Misses that are drawn twice: the first ones of a job, then one in so many of a process.
+FIRST_CHECKS, CHECK_EVERY = 16, 512
 
 
 class CachedDataset(Dataset[Any]):

@@ -94,6 +94,41 @@ def test_samples_are_the_data_sets_own(tmp_path, kind):
         dataset[ITEMS]
 
 
+def test_the_first_samples_of_a_large_batch_are_drawn_twice(tmp_path):
+    data = Data(KINDS["named"], length=600)
+    dataset = cached(data, tmp_path)
+    dataset.__getitems__(range(100))
+    assert data.calls == 100 + 16
+    dataset.__getitems__(range(100, 600))
+    assert data.calls == 600 + 16 + 1  # and the 512th
+
+
+def test_samples_before_one_that_fails_are_kept(tmp_path):
+    def make(index):
+        if index == 5 and not healed:
+            raise OSError("the source is away")
+        return torch.tensor(index)
+
+    healed = []
+    data = Data(make)
+    dataset = cached(data, tmp_path)
+    with pytest.raises(OSError, match="the source is away"):
+        dataset.__getitems__(range(10))
+    healed.append(True)
+    data.calls = 0
+    same(dataset.__getitems__(range(10)), [torch.tensor(i) for i in range(10)])
+    assert dataset.cache.statistics().memory_hits == 5
+
+
+def test_an_item_twice_in_a_batch_is_stored_once(tmp_path):
+    dataset = cached(Data(KINDS["pair"]), tmp_path)
+    for _ in range(2):
+        same(dataset.__getitems__([3, 4, 3, 3]), [KINDS["pair"](i) for i in (3, 4, 3, 3)])
+    statistics = dataset.cache.statistics()
+    assert (statistics.misses, statistics.memory_items, statistics.stored) == (4, 2, 2)
+    assert statistics.memory_hits == 4
+
+
 @pytest.mark.parametrize("memory_bytes", [1 << 22, 3000, 0])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "large"])  # which torch cannot collate
 def test_batches_are_what_default_collate_gives(tmp_path, kind, memory_bytes):

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from lightning_topt.data.cache import store_file
+from lightning_topt.data.cache import segment_store, store_file
 from lightning_topt.data.cache.segment_store import CLAIMED, SegmentStore, checksum
 from lightning_topt.data.cache.store_file import PAGE, RECORD, LockTimeout, StoreFile, locked
 
@@ -25,7 +25,8 @@ def payload(item, size=1000):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(segment_store, "_warned", set())
     return tmp_path
 
 
@@ -137,11 +138,11 @@ def test_writers_killed_at_random_moments(folder):
 
 def test_a_writer_killed_between_reserving_and_publishing_leaves_its_place(folder):
     store = open_store(folder)
-    assert store._claim(5, 1000) is not None and 5 not in store
+    assert store._claim([5], [1000]) != [None] and 5 not in store
     used = store.used_bytes
     other = open_store(folder)
     assert other.write(5, [payload(5)]) and content(store, 5) == payload(5) and other.used_bytes == used
-    assert store._claim(6, 500) is not None
+    assert store._claim([6], [500]) != [None]
     assert other.write(6, [payload(6)]) and content(store, 6) == payload(6)  # of another size: another place
 
 
@@ -250,3 +251,46 @@ def test_checksums_depend_on_the_item_and_not_on_the_buffers():
 
 def test_records_do_not_cross_pages():
     assert PAGE % RECORD.size == 0
+
+
+def test_several_at_once_are_stored_as_far_as_there_is_room(folder):
+    store = open_store(folder, capacity_bytes=3500)
+    store.write(1, [payload(1)])
+    store.claim([2], [1000])
+    items = [0, 1, 2, 3, 4, 5]
+    sizes = [1000, 1000, 1000, 1000, 400, 600]  # 3 has no room left, 4 has, 5 has not
+    entries = [[payload(item, size)[:300], payload(item, size)[300:]] for item, size in zip(items, sizes, strict=True)]
+    digests = [checksum(parts, item=item) for item, parts in zip(items, entries, strict=True)]
+    assert store.write_many(items, entries, digests) == [True, True, True, False, True, False]
+    again = open_store(folder, capacity_bytes=3500)
+    for item, size in zip(items, sizes, strict=True):
+        assert content(again, item) == (None if item in (3, 5) else payload(item, size))
+    assert again.used_bytes == 3400
+
+
+def test_those_before_the_memory_is_full_are_stored(folder):
+    left = iter([150_000, 150_000, 0])
+    store = open_store(folder, capacity_bytes=1 << 30, available=lambda: next(left, 0), num_items=200)
+    items = [0, 1, 2]
+    entries = [[payload(item, 100_000)] for item in items]
+    with pytest.warns(UserWarning, match="no memory is left"):
+        done = store.write_many(items, entries, [checksum(parts, item=item) for item, parts in enumerate(entries)])
+    assert done == [True, False, False] and content(store, 0) == payload(0, 100_000)
+    assert not store.write(3, [payload(3)]) and content(store, 0) == payload(0, 100_000)
+
+
+def test_no_more_is_written_after_one_entry_failed(folder, monkeypatch):
+    store, write, written = open_store(folder), os.pwritev, []
+
+    def second_fails(descriptor, buffers, offset):
+        written.append(offset)
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", second_fails)
+    entries = [[payload(item)] for item in range(4)]
+    with pytest.warns(UserWarning, match="No space left"):
+        done = store.write_many(range(4), entries, [checksum(parts, item=item) for item, parts in enumerate(entries)])
+    assert done == [True, False, False, False] and len(written) == 2
+    assert [content(store, item) for item in range(4)] == [payload(0), None, None, None]

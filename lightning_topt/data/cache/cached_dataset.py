@@ -18,6 +18,7 @@ from lightning_topt.data.cache.sample_codec import Parts, UnsupportedSample, dec
 
 # Misses that are drawn twice: the first ones of a job, then one in so many of a process.
 FIRST_CHECKS, CHECK_EVERY = 16, 512
+_MISSING = object()
 
 
 class CachedDataset(Dataset[Any]):
@@ -32,7 +33,7 @@ class CachedDataset(Dataset[Any]):
     def __init__(self, dataset: Any, cache: SampleCache) -> None:
         self.dataset, self.cache = dataset, cache
         self.is_marked = marked_method(dataset) is not None
-        self._misses = 0
+        self._misses, self._is_new = 0, True  # of this process; whether the job's first ones are not over
         if self.is_marked:
             put_cache_before(dataset, self.load)
 
@@ -58,8 +59,7 @@ class CachedDataset(Dataset[Any]):
             samples = [self.dataset[index] for index in indices]
         else:
             items = [self.item(index) for index in indices]
-            entries = self.cache.get_many(items)
-            samples = [self._sample(i, e, self.dataset.__getitem__) for i, e in zip(items, entries, strict=True)]
+            samples = self._samples(items, self.cache.get_many(items), self.dataset.__getitem__)
             self.cache.verify_new()
         if get_worker_info() is not None:  # nobody tells a worker which batch is the epoch's last one
             self.cache.flush()
@@ -75,42 +75,58 @@ class CachedDataset(Dataset[Any]):
     def load(self, index: int, original: Callable[[int], Any]) -> Any:
         """The deterministic part's sample: from the cache, or from `original` and then kept."""
         item = self.item(index)
-        return self._sample(item, self.cache.get(item), original)
+        return self._samples([item], [self.cache.get(item)], original)[0]
 
     def entries(self, items: Sequence[int]) -> list[Parts]:
         """Entries (see `sample_codec`) of several items, from the cache (in one piece) or the source; without a mark."""
         found = self.cache.get_many(items)
-        original = self.dataset.__getitem__
-        return [
-            self._store(item, original(item), original) if entry is None else [entry]
-            for item, entry in zip(items, found, strict=True)
-        ]
+        missing = [item for item, entry in zip(items, found, strict=True) if entry is None]
+        read = self._read(missing, self.dataset.__getitem__)[1]
+        return [read[item] if entry is None else [entry] for item, entry in zip(items, found, strict=True)]
 
     def sample(self, item: int, entry: Any) -> Any:
         """The sample of an entry; for data sets without a mark."""
-        return self._sample(item, entry, self.dataset.__getitem__)
+        return self._samples([item], [entry], self.dataset.__getitem__)[0]
 
-    def _sample(self, item: int, entry: Any, original: Callable[[int], Any]) -> Any:
-        if entry is not None:
-            try:
-                return decode(entry)
-            except UnsupportedSample:
-                pass  # a NamedTuple or dataclass that this process has not met yet: the source makes it known
-        sample = original(item)
-        self._store(item, sample, original)
-        return sample
+    def _samples(self, items: Sequence[int], entries: Sequence[Any], original: Callable[[int], Any]) -> list[Any]:
+        """Of entries, and from `original` where there is none."""
+        samples = [_MISSING if entry is None else _decoded(entry) for entry in entries]
+        missing = [i for i, sample in enumerate(samples) if sample is _MISSING]
+        if missing:
+            for i, sample in zip(missing, self._read([items[i] for i in missing], original)[0], strict=True):
+                samples[i] = sample
+        return samples
 
-    def _store(self, item: int, sample: Any, original: Callable[[int], Any]) -> Parts:
-        parts = encode(sample)
-        self._check(item, parts, original)
-        self.cache.put(item, parts)
-        return parts
+    def _read(self, items: Sequence[int], original: Callable[[int], Any]) -> tuple[list[Any], dict[int, Parts]]:
+        """Samples from the source, and their entries, which are kept: those before one that fails, too."""
+        samples: list[Any] = []
+        try:
+            for item in items:
+                samples.append(original(item))
+        finally:
+            entries = self._store(dict(zip(items, samples, strict=False)), original)
+        return samples, entries
+
+    def _store(self, samples: dict[int, Any], original: Callable[[int], Any]) -> dict[int, Parts]:
+        """All at once, when the last is there: cheaper than one after each sample's own work."""
+        entries = {item: encode(sample) for item, sample in samples.items()}
+        for item in self._to_check(list(entries)):
+            self._check(item, entries[item], original)
+        self.cache.put_many(entries)
+        return entries
+
+    def _to_check(self, items: list[int]) -> list[int]:
+        """Which of these misses, counted already, are drawn twice."""
+        before, self._misses = self._misses, self._misses + len(items)
+        checked = [item for number, item in enumerate(items, before + 1) if number % CHECK_EVERY == 0]
+        if self._is_new:
+            earlier = self.cache.num_misses() - len(items)
+            checked = items[: max(0, FIRST_CHECKS - earlier)] + checked
+            self._is_new = earlier + len(items) < FIRST_CHECKS
+        return list(dict.fromkeys(checked))
 
     def _check(self, item: int, parts: Parts, original: Callable[[int], Any]) -> None:
         """Draw a second time under other random states, and compare byte by byte."""
-        self._misses += 1
-        if self._misses % CHECK_EVERY and self.cache.num_misses() > FIRST_CHECKS:
-            return
         with other_randomness(7919 * self._misses + item):
             again = encode(original(item))
         if b"".join(map(bytes, parts)) == b"".join(map(bytes, again)):
@@ -122,3 +138,10 @@ class CachedDataset(Dataset[Any]):
         )
         self.cache.refuse(reason)
         raise NotDeterministicError(reason)
+
+
+def _decoded(entry: Any) -> Any:
+    try:
+        return decode(entry)
+    except UnsupportedSample:
+        return _MISSING  # a NamedTuple or dataclass that this process has not met yet: the source makes it known

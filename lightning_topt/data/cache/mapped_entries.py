@@ -66,17 +66,25 @@ class MappedEntries:
 
     def verify(self, item: int, *, header: bytes) -> bool:
         """Whether an entry that `find` found is whole and has `header`. A damaged one is read, and found out, elsewhere."""
-        raw = self._records[item].tobytes()
-        offset, state_and_bytes, digest, check = RECORD.unpack(raw)
-        if check != xxhash.xxh3_64_intdigest(raw[:-8], seed=item):
+        entry = self._whole(item)
+        if entry is None:
             return False
-        entry = self._bytes[offset : offset + (state_and_bytes & int(BYTES_MASK))]
-        if not self._store.is_verified(item) and checksum([entry], item=item) != digest:
-            return False
-        self._store.set_verified(item)
         own = entry[: len(header)].tobytes()
         self._headers[item] = max(self._number(own), UNNUMBERED) if own == header else self._numbers.get(own, UNKNOWN)
         return own == header
+
+    def _whole(self, item: int) -> npt.NDArray[np.uint8] | None:
+        """The entry in place, verified; None where it or its record is damaged."""
+        raw = self._records[item].tobytes()
+        offset, state_and_bytes, digest, check = RECORD.unpack(raw)
+        end = offset + (state_and_bytes & int(BYTES_MASK))
+        if check != xxhash.xxh3_64_intdigest(raw[:-8], seed=item) or end > len(self._bytes):
+            return None
+        entry = self._bytes[offset:end]
+        if not self._store.is_verified(item) and checksum([entry], item=item) != digest:
+            return None
+        self._store.set_verified(item)
+        return entry
 
     def verify_new(self, limit: int) -> None:
         """Verify up to `limit` entries that were stored lately, among the next `_WINDOW` items in turn.
@@ -89,15 +97,15 @@ class MappedEntries:
         if len(found) < limit:
             self._next = 0 if window.stop >= len(self._records) else window.stop
         for item in found.tolist():
-            offset, nbytes = int(self._records[item, 0]), int(self._records[item, 1] & BYTES_MASK)
-            if offset + nbytes > len(self._bytes):
-                continue  # the record is damaged, which is found out elsewhere
+            entry = self._whole(item)
+            if entry is None:
+                continue  # which is found out elsewhere
             try:
-                header = header_of(self._bytes[offset : offset + min(nbytes, HEAD_BYTES)])
+                header = header_of(entry[:HEAD_BYTES])
+                number = self._number(len(header).to_bytes(4, "little") + header)
             except ValueError:
-                self._headers[item] = UNNUMBERED  # longer, or damaged: verified when it is read
-                continue
-            self.verify(item, header=len(header).to_bytes(4, "little") + header)
+                number = NO_NUMBER  # it is longer
+            self._headers[item] = max(number, UNNUMBERED)
 
     def _number(self, header: bytes) -> int:
         number = self._numbers.get(header, 0)

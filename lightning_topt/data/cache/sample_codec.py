@@ -28,6 +28,7 @@ MAX_HEADER_BYTES = 1 << 24
 _SIZE = struct.Struct("<I")
 _INT64 = range(-(2**63), 2**63)
 _PADDING = bytes(ALIGNMENT)
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 _FIXED = {
     "int": struct.Struct("<q"),
     "float": struct.Struct("<d"),
@@ -79,7 +80,7 @@ def encode(sample: Any) -> Parts:
     dict (keys str or int), NamedTuple or dataclass of samples. Raises UnsupportedSample for anything else.
     """
     leaves: Parts = []
-    header = json.dumps(_describe(sample, leaves), separators=(",", ":")).encode()
+    header = _to_json(_describe(sample, leaves)).encode()
     padded = -(-(_SIZE.size + len(header)) // ALIGNMENT) * ALIGNMENT - _SIZE.size
     parts: Parts = [_SIZE.pack(padded) + header.ljust(padded)]
     for leaf in leaves:
@@ -107,7 +108,7 @@ def leaves_of(parts: Parts, known: Layout) -> list[Any]:
     return leaves
 
 
-def size_of(parts: Parts) -> int:
+def size_of(parts: Sequence[Any]) -> int:
     """Bytes of an entry."""
     return sum(len(part) for part in parts)
 
@@ -190,7 +191,7 @@ def _describe_tensor(value: Tensor, leaves: Parts) -> Spec:
             "tensors of a sample are dense, on the CPU and need no gradient; "
             f"got {value.layout} on {value.device}, requires_grad={value.requires_grad}"
         )
-    plain = value.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = (value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value).contiguous().view(-1)
     leaves.append(plain.view(torch.uint8).numpy() if plain.numel() else b"")
     return ["tensor", str(value.dtype), list(value.shape)]
 

@@ -149,58 +149,77 @@ class SegmentStore:
         # 32 bytes that no page boundary cuts: a killed writer has written all of them or none.
         os.pwrite(self.file.descriptor, raw + check, PAGE + RECORD.size * item)
 
-    def write(self, item: int, parts: Sequence[Any], *, digest: int | None = None) -> bool:
-        """Store an entry, given as buffers; whether it is there now. False: no room, or the file system failed.
+    def write(self, item: int, parts: Sequence[Any]) -> bool:
+        """Store an entry, given as buffers; whether it is there now. False: no room, or the file system failed."""
+        return self.write_many([item], [parts], [checksum(parts, item=item)])[0]
 
-        `digest` is the parts' checksum where that is known.
-        """
-        nbytes = sum(len(part) for part in parts)
+    def write_many(self, items: Sequence[int], entries: Sequence[Sequence[Any]], digests: Sequence[int]) -> list[bool]:
+        """The same for several different items, whose places are claimed at once; `digests`: the entries' checksums."""
+        places = self._claim(items, [sum(map(len, parts)) for parts in entries])
+        stored: list[bool] = []
+        failed = False
+        for place, item, parts, digest in zip(places, items, entries, digests, strict=True):
+            if place is None:
+                stored.append(item in self)
+            else:
+                stored.append(not failed and self._write_at(place, item, parts, digest))
+                failed = not stored[-1]
+        return stored
+
+    def _write_at(self, offset: int, item: int, parts: Sequence[Any], digest: int) -> bool:
         try:
-            offset = self._claim(item, nbytes)
-            if offset is None:
-                return item in self
             done = 0
             for first in range(0, len(parts), _MOST_BUFFERS):
                 some = parts[first : first + _MOST_BUFFERS]
-                wanted = sum(len(part) for part in some)
+                wanted = sum(map(len, some))
                 if os.pwritev(self.file.descriptor, some, offset + done) != wanted:
                     self._stop("the file system took only a part of an entry")
                     return False
                 done += wanted
-            self._write_record(item, STORED, offset, nbytes, checksum(parts, item=item) if digest is None else digest)
+            self._write_record(item, STORED, offset, done, digest)
         except (OSError, MemoryError) as error:
             self._failed(error)
             return False
         return True
 
-    def claim(self, item: int, nbytes: int) -> bool:
-        """Keep a place for an entry of so many bytes, which somebody else writes; False where it has no room, or is there."""
-        try:
-            return self._claim(item, nbytes) is not None
-        except (OSError, MemoryError) as error:
-            self._failed(error)
-            return False
+    def claim(self, items: Sequence[int], sizes: Sequence[int]) -> None:
+        """Keep places for entries of so many bytes, which somebody else writes, as far as there is room."""
+        self._claim(items, sizes)
 
     def may_take(self, item: int, nbytes: int) -> bool:
         """Whether `write` is worth trying: False where an entry of so many bytes has found no room before."""
         return nbytes < self._refused_bytes or self._record(item)[0] != EMPTY
 
-    def _claim(self, item: int, nbytes: int) -> int | None:
+    def _claim(self, items: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
         """Where to write; None where the entry is there already or has no room."""
-        if not self.may_take(item, nbytes):
-            return None
-        with locked(self.file.lock):
-            state, offset, reserved, _ = self._record(item)
-            if state == STORED:
-                return None
-            if state == CLAIMED and reserved == nbytes:
-                return offset
-            place = self.file.allocate(nbytes, capacity_bytes=self.capacity_bytes)
-            if place is None:
-                self._refused_bytes = min(self._refused_bytes, nbytes)
-                return None
+        places: list[int | None] = [None] * len(items)
+        worth = [i for i, item in enumerate(items) if self.may_take(item, sizes[i])]
+        if not worth:
+            return places
+        try:
+            with locked(self.file.lock):
+                new = []
+                for i in worth:
+                    state, offset, reserved, _ = self._record(items[i])
+                    if state == CLAIMED and reserved == sizes[i]:
+                        places[i] = offset
+                    elif state != STORED:
+                        new.append(i)
+                while new:
+                    found = self.file.allocate([sizes[i] for i in new], capacity_bytes=self.capacity_bytes)
+                    for i, place in zip(new, found, strict=False):
+                        places[i] = self._claimed(items[i], place, sizes[i])
+                    new = new[len(found) :]
+        except (OSError, MemoryError) as error:
+            self._failed(error)
+        return places
+
+    def _claimed(self, item: int, place: int | None, nbytes: int) -> int | None:
+        if place is None:
+            self._refused_bytes = min(self._refused_bytes, nbytes)
+        else:
             self._write_record(item, CLAIMED, place, nbytes, 0)
-            return place
+        return place
 
     def discard(self, item: int) -> None:
         """Drop a damaged entry; its place is kept for the same item."""

@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,20 +137,31 @@ class StoreFile:
         raw = _HEADER.pack(MAGIC, self.num_items, *space, 0)[:-8]
         os.pwrite(self.descriptor, raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little"), 0)
 
-    def allocate(self, nbytes: int, *, capacity_bytes: int) -> int | None:
-        """Under the lock: where `nbytes` more may be written; None: no room within `capacity_bytes` of data.
+    def allocate(self, sizes: Sequence[int], *, capacity_bytes: int) -> list[int | None]:
+        """Under the lock: where so many more bytes may be written; None: no room within `capacity_bytes` of data.
 
-        Raises OSError where the file system has no room, MemoryError where the memory has none.
+        Answers for the first sizes only where the file system or the memory has no room for the next one. Raises OSError or
+        MemoryError where it has none for the first.
         """
         tail, reserved = self.space()
         limit = self.data_start + capacity_bytes
-        if tail + nbytes > limit:
-            return None
-        if tail + nbytes > reserved:
-            goal = max(tail + nbytes, min(limit, reserved + CHUNK_BYTES))
-            reserved = self._reserve(reserved, goal, at_least=tail + nbytes)
-        self.write_space(Space(tail + nbytes, reserved))
-        return tail
+        places: list[int | None] = []
+        for nbytes in sizes:
+            end = tail + nbytes
+            if end > limit:
+                places.append(None)
+                continue
+            if end > reserved:
+                try:
+                    reserved = self._reserve(reserved, max(end, min(limit, reserved + CHUNK_BYTES)), at_least=end)
+                except (OSError, MemoryError):
+                    if not places:
+                        raise
+                    break
+            places.append(tail)
+            tail = end
+        self.write_space(Space(tail, reserved))
+        return places
 
     def _reserve(self, start: int, goal: int, *, at_least: int) -> int:
         """Reserve up to `goal`, or to `at_least` where there is no more: what is written later then has its room."""

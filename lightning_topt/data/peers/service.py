@@ -222,7 +222,7 @@ class PeerService:
             channel.receive_into([entry], deadline=deadline)
             if checksum([entry], item=item) != digest:
                 raise ProtocolError("an entry was damaged on its way")
-            return sum(store.write(item, [entry], digest=digest) for store in self.stores) > 0
+            return sum(store.write_many([item], [[entry]], [digest])[0] for store in self.stores) > 0
         finally:
             self._receiving.release()
 

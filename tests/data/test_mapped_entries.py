@@ -169,18 +169,40 @@ def test_find_says_where_and_copy_copies(cache):
     mapped.close()
 
 
-def test_new_entries_are_verified_ahead_and_damaged_ones_are_not(cache):
+def test_new_entries_are_verified_ahead_and_damaged_ones_are_not(cache, monkeypatch):
     samples = Samples()
     batches = filled(cache, samples)
     where = cache.memory.locate(3)
     os.pwrite(where.descriptor, b"!", where.offset + where.nbytes - 40)
-    cache.mapped.verify_new(4)
+    monkeypatch.setattr(mapped_entries, "_AHEAD", 3)
+    cache.mapped.verify_new([0])  # 1, 2 and 3 are another process's
     assert [cache.memory.is_verified(item) for item in range(ITEMS)] == [True] * 3 + [False] * 9
-    cache.mapped.verify_new(ITEMS)
+    cache.mapped.verify_new([4, 5, 6])
     assert [cache.memory.is_verified(item) for item in range(ITEMS)] == [item != 3 for item in range(ITEMS)]
     batch = batches.__getitems__(list(range(ITEMS))).batch
     assert equal(batch, expected(samples, range(ITEMS)))
     assert cache.statistics().damaged == 1
+
+
+def test_what_a_batch_stores_is_ready_to_be_read_in_place(cache):
+    samples = Samples()
+    batches = BatchDataset(CachedDataset(samples, cache))
+    for _ in range(2):
+        got = batches.__getitems__(list(range(6)))
+        got = got.batch if hasattr(got, "batch") else default_collate(got)
+        assert equal(got, expected(samples, range(6)))
+        known = layout(cache.get(0))
+        header = len(known.header).to_bytes(4, "little") + known.header
+        offsets, unknown = cache.mapped.find(range(ITEMS), header=header, nbytes=known.nbytes)
+        assert (offsets > 0).tolist() == [item < 6 for item in range(ITEMS)] and not unknown.any()
+
+
+def test_a_kernel_that_cannot_map_ahead(cache, monkeypatch):
+    monkeypatch.setattr(mapped_entries, "_MADV_POPULATE_READ", 4711)
+    samples = Samples()
+    batches = BatchDataset(CachedDataset(samples, cache))
+    batches.__getitems__(list(range(ITEMS)))
+    assert equal(batches.__getitems__(list(range(ITEMS))).batch, expected(samples, range(ITEMS)))
 
 
 def test_samples_of_equal_size_with_more_layouts_than_there_are_numbers(cache, monkeypatch):
@@ -200,4 +222,4 @@ def test_samples_of_equal_size_with_more_layouts_than_there_are_numbers(cache, m
             assert equal(batches.__getitems__(items).batch, expected(samples, items))
             mixed = [*range(start, ITEMS), *range(start)]
             assert all(map(equal_samples, batches.__getitems__(mixed), [samples[item] for item in mixed]))
-        cache.mapped.verify_new(ITEMS)
+        cache.mapped.verify_new(range(ITEMS))

@@ -24,6 +24,8 @@ from lightning_topt.data.cache.store_file import BYTES_MASK, PAGE, RECORD
 UNKNOWN, UNNUMBERED, NO_NUMBER = 0, -1, -2
 _MOST_HEADERS = (1 << 15) - 1
 _WINDOW = 4096  # items
+_AHEAD = 15  # of others' entries are verified for one of this process: as many others may be storing some
+_MADV_POPULATE_READ = 22  # Linux 5.14
 HEAD_BYTES = 4096  # of an entry are looked at for its header
 
 
@@ -48,6 +50,7 @@ class MappedEntries:
         self._headers = np.zeros(file.num_items, np.int16)  # by item: the number of its header, once verified
         self._numbers: dict[bytes, int] = {}
         self._next = 0  # item, for `verify_new`
+        self._can_populate = hasattr(self._map, "madvise")
 
     def find(
         self, items: Sequence[int], *, header: bytes, nbytes: int
@@ -66,46 +69,63 @@ class MappedEntries:
 
     def verify(self, item: int, *, header: bytes) -> bool:
         """Whether an entry that `find` found is whole and has `header`. A damaged one is read, and found out, elsewhere."""
-        entry = self._whole(item)
+        entry = self._entry(item, trusted=self._store.is_verified(item))
         if entry is None:
             return False
         own = entry[: len(header)].tobytes()
         self._headers[item] = max(self._number(own), UNNUMBERED) if own == header else self._numbers.get(own, UNKNOWN)
         return own == header
 
-    def _whole(self, item: int) -> npt.NDArray[np.uint8] | None:
-        """The entry in place, verified; None where it or its record is damaged."""
+    def _entry(self, item: int, *, trusted: bool) -> npt.NDArray[np.uint8] | None:
+        """The entry in place, verified unless `trusted`; None where it or its record is damaged."""
         raw = self._records[item].tobytes()
         offset, state_and_bytes, digest, check = RECORD.unpack(raw)
         end = offset + (state_and_bytes & int(BYTES_MASK))
         if check != xxhash.xxh3_64_intdigest(raw[:-8], seed=item) or end > len(self._bytes):
             return None
+        self._populate(offset, end)
         entry = self._bytes[offset:end]
-        if not self._store.is_verified(item) and checksum([entry], item=item) != digest:
+        if not trusted and checksum([entry], item=item) != digest:
             return None
         self._store.set_verified(item)
         return entry
 
-    def verify_new(self, limit: int) -> None:
-        """Verify up to `limit` entries that were stored lately, among the next `_WINDOW` items in turn.
+    def _populate(self, start: int, end: int) -> None:
+        """Map these bytes at once, which costs less than a page fault for every sixteen pages."""
+        if self._map is not None and self._can_populate:
+            first = start // PAGE * PAGE
+            try:
+                self._map.madvise(_MADV_POPULATE_READ, first, end - first)
+            except OSError:
+                self._can_populate = False
 
-        What a process fills a cache with, it and its siblings then need not verify when they read it.
+    def verify_new(self, own: Sequence[int]) -> None:
+        """Get entries ready that were stored lately: this process's `own`, and some of others' for each of them.
+
+        `own` are not read again: this process has just written them. Others' are verified, among the next `_WINDOW` items in
+        turn. Then neither needs it when it is read.
         """
+        for item in own:
+            self._look_at(item, trusted=True)
+        limit = _AHEAD * len(own)
         window = slice(self._next, self._next + _WINDOW)
         stored = self._records[window, 1] >> np.uint64(56) == np.uint64(STORED)
         found = np.flatnonzero(stored & (self._headers[window] == UNKNOWN))[:limit] + self._next
         if len(found) < limit:
             self._next = 0 if window.stop >= len(self._records) else window.stop
         for item in found.tolist():
-            entry = self._whole(item)
-            if entry is None:
-                continue  # which is found out elsewhere
-            try:
-                header = header_of(entry[:HEAD_BYTES])
-                number = self._number(len(header).to_bytes(4, "little") + header)
-            except ValueError:
-                number = NO_NUMBER  # it is longer
-            self._headers[item] = max(number, UNNUMBERED)
+            self._look_at(item, trusted=self._store.is_verified(item))
+
+    def _look_at(self, item: int, *, trusted: bool) -> None:
+        entry = self._entry(item, trusted=trusted)
+        if entry is None:
+            return  # it is damaged, which is found out when it is read
+        try:
+            header = header_of(entry[:HEAD_BYTES])
+            number = self._number(len(header).to_bytes(4, "little") + header)
+        except ValueError:
+            number = NO_NUMBER  # it is longer
+        self._headers[item] = max(number, UNNUMBERED)
 
     def _number(self, header: bytes) -> int:
         number = self._numbers.get(header, 0)

@@ -10,6 +10,7 @@ import itertools
 import os
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from lightning_topt.data.cache.store_file import StoreFile, locked
 
 COUNTERS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged", "stored")
 MEMORY_HITS, DISK_HITS, PEER_HITS, MISSES, DAMAGED, STORED = range(len(COUNTERS))
-_AHEAD = 16  # entries are verified per entry that this process has stored: as many processes may be storing them
+_MOST_NEW = 1 << 16
 _ROWS = 257  # of counters: one for the main process and for each of 256 workers
 
 
@@ -126,7 +127,8 @@ class SampleCache:
 
     def _open_tiers(self) -> None:
         self._writer = None
-        self._num_new = 0  # entries that this process has stored since `verify_new`
+        # Items that this process has stored in memory since `verify_new`, which not every way of reading calls.
+        self._new: deque[int] = deque(maxlen=_MOST_NEW)
         self._counters: npt.NDArray[np.int64] = self._counts.numpy()  # the same memory
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._refusal.exists():
@@ -194,8 +196,8 @@ class SampleCache:
                 self._count(MEMORY_HITS)
             else:
                 self._count(DISK_HITS)
-                if self.memory is not None:
-                    self._num_new += self.memory.write(item, [entry])
+                if self.memory is not None and self.memory.write(item, [entry]):
+                    self._new.append(item)
             return entry
         return None
 
@@ -240,8 +242,9 @@ class SampleCache:
                 items = [item for item in items if item not in stored]
             there = tier.write_many(items, [entries[item] for item in items], [digests[item] for item in items])
             stored.update(itertools.compress(items, there))
+            if tier is self.memory:
+                self._new.extend(stored)
         self._count(STORED, len(stored))
-        self._num_new += len(stored)
 
     def _without_pushed(self, entries: Mapping[int, Parts]) -> Mapping[int, Parts]:
         """This node's own entries; the others are given to their owners."""
@@ -254,10 +257,10 @@ class SampleCache:
         return {item: parts for item, parts in entries.items() if peers.is_own(item)}
 
     def verify_new(self) -> None:
-        """Verify entries that were stored lately by this process or others, about as many: for readings in place (`mapped`)."""
-        if self._num_new and self.mapped is not None:
-            self.mapped.verify_new(_AHEAD * self._num_new)
-        self._num_new = 0
+        """Get entries ready that were stored lately, by this process or others, for readings in place (`mapped`)."""
+        if self._new and self.mapped is not None:
+            self.mapped.verify_new(list(self._new))
+        self._new.clear()
 
     def flush(self) -> None:
         """Wait until other nodes have what was put here, as far as they take it in time."""

@@ -82,6 +82,8 @@ class AdaptiveStep:
         self._own_step: Any = None  # what the instance has as `step`, of a scheduler for instance
         self._step: Callable[..., Any] = optimizer.step
         self._known: tuple[int, ...] = ()
+        # Parameters per group where nothing is shared: small models' steps take less time than looking at every parameter.
+        self._declined: list[int] | None = None
         self._decided = self._installed = False
         self._repeats: bool | None = None
         self._seconds: dict[Tensor, float] = {}
@@ -128,6 +130,15 @@ class AdaptiveStep:
         return output if closure is None else loss
 
     def _update(self, kwargs: dict[str, Any]) -> Any:
+        counts = [len(group["params"]) for group in self.optimizer.param_groups]
+        if counts == self._declined:
+            return self._step(**kwargs)
+        output = self._general_update(kwargs)
+        shares = self.parallel is not None or self.shares_ratios or self._trial_seconds is not None
+        self._declined = counts if self._decided and not shares else None
+        return output
+
+    def _general_update(self, kwargs: dict[str, Any]) -> Any:
         known = tuple(map(id, parameters_of(self.optimizer)))
         changed, self._known = known != self._known, known
         if self.sharing.always:

@@ -181,13 +181,20 @@ class ParallelOptimizerStep(pl.Callback):
             self._scattered.finish()
             self._restore()
             self._scattered = None
-        if self._node is not None:
-            self._node.close()
-            self._node = None
+        self._leave_node()
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
         self._reduced = frozenset()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave_node()  # the other ranks need not wait for this one
+
+    def _leave_node(self) -> None:
+        if self._node is not None:
+            self._node.close()
+            self._node = None
 
 
 def _say(number: int | None, reason: str) -> None:

@@ -540,3 +540,31 @@ def waits(rank: int) -> str:
 def test_no_wait_is_longer_than_the_timeout() -> None:
     first, _ = on_ranks(waits)
     assert "slower than the timeout" in first
+
+
+class Fails(RecordingGPT):
+    """An error on rank 1 between the backward pass and the step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == 1 and self.global_step == 2:
+            raise RuntimeError("a user's mistake")
+
+
+def one_fails(rank: int, flag: str) -> str:
+    """Rank 1 lives on until rank 0 has noticed."""
+    try:
+        fit(ParallelOptimizerStep(always=True, timeout_seconds=100), kind=Fails)
+    except (PeerLostError, RuntimeError) as error:
+        if rank == 0:
+            Path(flag).touch()
+        end = time.monotonic() + 60
+        while not Path(flag).exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        return f"{type(error).__name__}: {error}, noticed: {Path(flag).exists()}"
+    return ""
+
+
+def test_ranks_do_not_wait_for_one_whose_fit_failed(tmp_path: Path) -> None:
+    first, second = on_ranks(one_fails, str(tmp_path / "noticed"))
+    assert second == "RuntimeError: a user's mistake, noticed: True"
+    assert first.startswith("PeerLostError"), first

@@ -163,7 +163,7 @@ def test_find_says_where_and_copy_copies(cache):
     assert mapped.find([2], header=head, nbytes=known.nbytes + 1)[0].tolist() == [0]
     assert (mapped.gather(offsets, 4) == np.frombuffer(head[:4], np.uint8)).all()
     target = np.zeros(known.nbytes, np.uint8)
-    mapped.copy(int(offsets[0]), known.nbytes, target.ctypes.data)
+    mapped.copy([int(offsets[0])], known.nbytes, [target.ctypes.data])
     assert target.tobytes() == bytes(cache.get(2))
     mapped.close()
     mapped.close()

@@ -19,12 +19,13 @@ from pathlib import Path
 import pytest
 
 import lightning_topt
+from lightning_topt.data import light_process
 from lightning_topt.data.cache.segment_store import checksum
-from lightning_topt.data.peers import server as peer_server
+from lightning_topt.data.light_process import BOOT
 from lightning_topt.data.peers.channel import PeerError, connect, own_address
 from lightning_topt.data.peers.client import Peers
 from lightning_topt.data.peers.protocol import ENTRY, MAGIC, OFFER, REQUEST, PeerLimits
-from lightning_topt.data.peers.server import BOOT, PeerServer
+from lightning_topt.data.peers.server import PeerServer
 from tests.data.test_peer_faults import THEIRS, friend, hung_up, is_well, pair, soon, until
 from tests.data.test_peers import HERE, ITEMS, SECRET, Node, client, nodes, payload, plain
 
@@ -174,7 +175,7 @@ def has_ended(process):
 def _serve_and_hang(folder, pipe, closes):
     node = Node(folder)
     if not closes:
-        peer_server._servers.clear()
+        light_process._started.clear()
     worker = FORK.Process(target=time.sleep, args=[60], daemon=True)  # has inherited what its parent has open
     worker.start()
     pipe.send((node.server.process.pid, worker.pid))
@@ -221,11 +222,17 @@ def test_it_imports_neither_torch_nor_what_could_unpickle(pair):
     maps = Path(f"/proc/{process}/maps").read_text()
     assert "numpy" in maps and "libtorch" not in maps and "torch/_C" not in maps
     package = Path(lightning_topt.__file__).parent
-    settings = {"path": [os.path.abspath(entry) for entry in sys.path], "package": str(package)}
-    code = BOOT.replace("main(settings)", "print(json.dumps(sorted(sys.modules)))")
+    path = [os.path.abspath(entry) for entry in sys.path]
+    start = {"path": path, "package": str(package)}
+    code = BOOT.replace('.main(start["settings"])', "; print(json.dumps(sorted(sys.modules)))")
     assert code != BOOT
-    words = (json.dumps(settings) + "\n").encode()
-    run = subprocess.run([sys.executable, "-I", "-S", "-c", code], input=words, capture_output=True, check=True)
+    words = (json.dumps(start) + "\n").encode()
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, "lightning_topt.data.peers.service"],
+        input=words,
+        capture_output=True,
+        check=True,
+    )
     modules = json.loads(run.stdout)
     assert not {"torch", "lightning", "multiprocessing", "asyncio"} & set(modules)
     prefix = "lightning_topt.data."

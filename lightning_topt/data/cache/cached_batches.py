@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from lightning_topt.data.cache.batch_memory import MEMORY
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import (
@@ -147,13 +148,17 @@ class BatchRows:
         offsets, fresh = mapped.find(items, header=header, nbytes=self.known.nbytes)
         leaves = list(zip(self.known.leaves, self._bytes, strict=True))
         large = [(leaf.start, leaf.nbytes, rows.ctypes.data) for leaf, rows in leaves if leaf.nbytes > _SMALL]
-        for row in np.flatnonzero(offsets).tolist():
-            if fresh[row] and not mapped.verify(items[row], header=header):
-                offsets[row] = 0
-                continue
-            offset = int(offsets[row])
+
+        def copy(rows: npt.NDArray[np.int64]) -> None:
             for start, nbytes, target in large:
-                mapped.copy(offset + start, nbytes, target + row * nbytes)
+                mapped.copy((offsets[rows] + start).tolist(), nbytes, (target + nbytes * rows).tolist())
+
+        copy(np.flatnonzero((offsets > 0) & ~fresh))
+        for row in np.flatnonzero(fresh).tolist():
+            if mapped.verify(items[row], header=header):
+                copy(np.array([row]))
+            else:
+                offsets[row] = 0
         found: npt.NDArray[np.bool_] = offsets > 0
         for leaf, rows in leaves:
             if 0 < leaf.nbytes <= _SMALL:
@@ -190,7 +195,7 @@ class BatchRows:
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """In a worker in shared memory, as `default_collate` does: the training process then gets it without a copy."""
     if get_worker_info() is None:
-        return torch.empty(shape, dtype=dtype)
+        return MEMORY.empty(shape, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]

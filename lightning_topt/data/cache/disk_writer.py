@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import select
@@ -18,12 +17,12 @@ import sys
 import time
 import warnings
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lightning_topt.data.cache.segment_store import CLAIMED, STORED, SegmentStore, described, open_store
+from lightning_topt.data.light_process import close_pipes, start_light
 
 log = logging.getLogger(__name__)
 
@@ -31,66 +30,28 @@ SWEEP_SECONDS = 0.5  # between two looks for new entries
 TURN_SECONDS = 5.0  # that a writer whose parent has ended waits for another one to end
 SILENT_SECONDS = 3.0  # of waiting in `close`
 CLOSE_SECONDS = 300.0  # `close` waits no longer; the process then goes on alone
-# The package's own __init__ imports torch: the process gets empty packages that only know where their modules lie.
-BOOT = """
-import json, sys, types
-settings = json.loads(sys.argv[1])
-sys.path[:] = settings["path"]
-for name, path in (("lightning_topt", settings["package"]), ("lightning_topt.data", settings["package"] + "/data")):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [path]
-from lightning_topt.data.cache.disk_writer import main
-main(settings)
-"""
 
 
 class DiskWriter:
     """Copies what `memory` has and `disk` has a claimed place for, until `close`. Raises OSError where it cannot start."""
 
     def __init__(self, memory: SegmentStore, disk: SegmentStore) -> None:
-        settings = {
-            "memory": described(memory),
-            "disk": described(disk),
-            "path": [os.path.abspath(entry) for entry in sys.path],
-            "package": str(Path(__file__).resolve().parents[2]),
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", BOOT, json.dumps(settings)],
-            stdin=subprocess.PIPE,
+        self.process = start_light(
+            __name__,
+            {"memory": described(memory), "disk": described(disk)},
             pass_fds=[memory.file.descriptor, disk.file.descriptor],
-            start_new_session=True,  # Ctrl-C in the job's terminal is for the job
-            cwd="/",
         )
         self._finalizer = weakref.finalize(self, _end, self.process, os.getpid())
-        _writers.add(self)
 
     def close(self) -> None:
         """Wait until everything is on disk. Twice is once."""
         self._finalizer()
 
 
-_writers: weakref.WeakSet[DiskWriter] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """In a forked process: the writer must see the end of the process that started it, not of this one."""
-    for writer in list(_writers):
-        writer._finalizer.detach()
-        if writer.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                writer.process.stdin.close()
-    _writers.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() != owner:
         return
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):
-        process.stdin.close()
+    close_pipes(process)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=SILENT_SECONDS)
     if process.returncode is None:

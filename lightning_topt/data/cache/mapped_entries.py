@@ -135,9 +135,11 @@ class MappedEntries:
             number = self._numbers[header] = len(self._numbers) + 1
         return number
 
-    def copy(self, offset: int, nbytes: int, target: int) -> None:
-        """Copy bytes of the map to the address `target`."""
-        ctypes.memmove(target, self._address + offset, nbytes)
+    def copy(self, offsets: Sequence[int], nbytes: int, targets: Sequence[int]) -> None:
+        """Copy so many bytes from each offset to an address."""
+        memmove, address = ctypes.memmove, self._address
+        for offset, target in zip(offsets, targets, strict=True):
+            memmove(target, address + offset, nbytes)
 
     def gather(self, offsets: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.uint8]:
         """So many bytes at each offset, (offsets, nbytes); for few bytes."""

@@ -26,6 +26,7 @@ import selectors
 import socket
 import time
 import traceback
+from typing import Any
 
 from lightning_topt.data.coordinated.ledger import Ledger, Position
 from lightning_topt.data.coordinated.link import (
@@ -259,13 +260,13 @@ def _position(message: Message) -> Position:
     return epoch, batch
 
 
-def main(listener: int) -> None:
+def main(settings: dict[str, Any]) -> None:
     """Serve on the inherited socket, in a process of its own: whoever started it need not wait for its end."""
     if os.fork():
         os._exit(0)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one open file for each batch that is kept
-    coordinator = Coordinator(socket.socket(fileno=listener))
+    coordinator = Coordinator(socket.socket(fileno=settings["listener"]))
     try:
         coordinator.run()
     except Exception:

@@ -1,7 +1,7 @@
 """How jobs, their workers and the coordinator talk: JSON messages over a Unix socket, a prepared batch as an open file.
 
 The socket's name is in Linux' abstract namespace: it is gone with its process, and nothing is left in the file system. The
-kernel tells whose process is at the other end; only those of the same user are heard. Only the standard library is imported.
+kernel tells whose process is at the other end; only those of the same user are heard. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from lightning_topt.data.light_process import close_pipes, start_light
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 16
@@ -30,15 +31,7 @@ STARTUP_SECONDS = 30.0  # a coordinator that nobody has joined by then ends
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid of struct ucred
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 Message = dict[str, Any]
-# The package's own __init__ imports torch: the coordinator gets empty packages that only know where their modules lie.
-BOOT = """
-import sys, types
-for name, path in (("lightning_topt", sys.argv[1]), ("lightning_topt.data", sys.argv[1] + "/data")):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [path]
-from lightning_topt.data.coordinated.coordinator import main
-main(int(sys.argv[2]))
-"""
+COORDINATOR = "lightning_topt.data.coordinated.coordinator"
 
 
 class CoordinatorLost(ConnectionError):
@@ -167,16 +160,27 @@ def _start(address: str, timeout_seconds: float) -> None:
                 return
             raise
         listener.listen(128)
-        package = str(Path(__file__).resolve().parents[2])
-        command = [sys.executable, "-I", "-S", "-c", BOOT, package, str(listener.fileno())]
-        # Its own session: Ctrl-C and hang-ups of the first job's terminal are not for it. No output: it would keep open the
-        # pipe of whoever reads the first job's.
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        options: dict[str, Any] = {"pass_fds": [listener.fileno()], "start_new_session": True, "cwd": "/", **quiet}
+        descriptor, none = listener.fileno(), subprocess.DEVNULL
         try:
-            subprocess.run(command, timeout=max(1.0, timeout_seconds), check=True, **options)
-        except subprocess.SubprocessError as error:
+            # Output would keep open the pipe of whoever reads the first job's.
+            process = start_light(
+                COORDINATOR, {"listener": descriptor}, pass_fds=[descriptor], stdout=none, stderr=none
+            )
+            status = _status(process, max(1.0, timeout_seconds))
+        except (OSError, subprocess.TimeoutExpired) as error:
             raise CoordinatorLost(f"the coordinator could not be started: {error}") from error
+    if status:
+        raise CoordinatorLost(f"the coordinator could not be started: it ended with status {status}")
+
+
+def _status(process: subprocess.Popen[bytes], timeout_seconds: float) -> int:
+    """Of the process that leaves the coordinator behind and ends."""
+    try:
+        return process.wait(timeout=timeout_seconds)
+    finally:
+        process.kill()
+        process.wait()
+        close_pipes(process)
 
 
 def memory_file(parts: Sequence[Any]) -> int:

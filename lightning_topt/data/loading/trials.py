@@ -12,7 +12,6 @@ import random
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_topt.data.apart import Failed, run_apart
 from lightning_topt.data.stalls.loop import LoopTimes, Watched, makes_batches, samples_per_batch
 
 PREFETCH_FACTOR = 2  # of the trials
@@ -115,23 +115,16 @@ class LoaderTrials:
 
     def prepare(self) -> Preparation:
         """Batches in a process without workers. Raises what the data set raises; RuntimeError where its process ends."""
-        context: Any = multiprocessing.get_context(self.loader.start_method)
-        mine, other = context.Pipe(duplex=False)
-        arguments = (other, self.loader, self._backwards, self.seconds)
-        process = context.Process(target=_prepare_and_send, args=arguments, daemon=True)
-        process.start()
-        other.close()
-        try:
-            if not mine.poll(_PATIENCE_SECONDS + self.seconds):
-                raise RuntimeError(f"no batch could be prepared within {_PATIENCE_SECONDS + self.seconds:.0f} s")
-            result = mine.recv()
-        except EOFError:
-            raise RuntimeError("the process that prepared batches was ended") from None
-        finally:
-            process.kill()
-            process.join()
-            mine.close()
-        if isinstance(result, _Failure):
+        result = run_apart(
+            _prepare_here,
+            self.loader,
+            self._backwards,
+            self.seconds,
+            context=multiprocessing.get_context(self.loader.start_method),
+            timeout_seconds=_PATIENCE_SECONDS + self.seconds,
+            doing="preparing batches",
+        )
+        if isinstance(result, Failed):
             raise result.error from RuntimeError(result.trace)
         self._size = result.trial_size
         return result  # type: ignore[no-any-return]
@@ -146,20 +139,8 @@ class LoaderTrials:
         return watched.times()
 
 
-@dataclass(frozen=True)
-class _Failure:
-    error: Exception
-    trace: str
-
-
-def _prepare_and_send(connection: Any, loader: TrialLoader, items: Sequence[int], seconds: float) -> None:
-    torch.set_num_threads(1)  # as in a worker; a forked process must not use the threads that it thinks it has
-    try:
-        result: Any = prepare(loader, items, seconds=seconds)
-    except Exception as error:
-        trace = traceback.format_exc()
-        result = _Failure(error if _survives(error) else RuntimeError(repr(error)), trace)
-    connection.send(result)
+def _prepare_here(loader: TrialLoader, items: Sequence[int], seconds: float) -> Preparation:
+    return prepare(loader, items, seconds=seconds)
 
 
 def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Preparation:
@@ -217,11 +198,3 @@ def _batch_size(loader: DataLoader[Any]) -> int:
     finally:
         for one, state in zip(generators, states, strict=True):
             one.set_state(state)
-
-
-def _survives(error: Exception) -> bool:
-    """Whether an exception is the same type in another process."""
-    try:
-        return type(pickle.loads(pickle.dumps(error))) is type(error)
-    except Exception:
-        return False

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import json
 import os
 import select
 import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from lightning_topt.data.cache.segment_store import SegmentStore, described
+from lightning_topt.data.light_process import close_pipes, start_light
 from lightning_topt.data.peers.protocol import PeerLimits, run_key
 
 STARTUP_SECONDS = 60.0
 END_SECONDS = 5.0
-# The package's own __init__ imports torch: the process gets empty packages that only know where their modules lie. What it
-# needs to know, the key among it, comes by a pipe that nobody else can read; the pipe's end is the end of this process.
-BOOT = """
-import json, os, sys, types
-line = bytearray()
-while not line.endswith(b"\\n"):
-    piece = os.read(0, 1 << 16)
-    if not piece:
-        sys.exit()
-    line += piece
-settings = json.loads(line)
-sys.path[:] = settings["path"]
-for name, path in (("lightning_topt", settings["package"]), ("lightning_topt.data", settings["package"] + "/data")):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [path]
-from lightning_topt.data.peers.service import main
-main(settings)
-"""
 
 
 class PeerServer:
@@ -79,20 +59,14 @@ class PeerServer:
             "limits": asdict(limits or PeerLimits()),
             "stores": [described(store) | {"name": f"{store.name} of this node"} for store in stores],
             "parent": os.getpid(),
-            "path": [os.path.abspath(entry) for entry in sys.path],
-            "package": str(Path(__file__).resolve().parents[2]),
         }
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", BOOT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # no lock of a buffer that a process forked meanwhile would find held
+        self.process = start_light(
+            "lightning_topt.data.peers.service",
+            settings,
             pass_fds=[store.file.descriptor for store in stores],
-            start_new_session=True,  # Ctrl-C in the job's terminal is for the job, which ends this
-            cwd="/",
+            stdout=subprocess.PIPE,
         )
         self._finalizer = weakref.finalize(self, _end, self.process, os.getpid())
-        _servers.add(self)
         try:
             self.address = (host, _started(self.process, settings))
         except BaseException:
@@ -109,9 +83,6 @@ class PeerServer:
         self._finalizer()
 
 
-_servers: weakref.WeakSet[PeerServer] = weakref.WeakSet()
-
-
 def _check_host(host: str) -> None:
     advice = "give the address of this node's interface to the other nodes"
     try:
@@ -123,12 +94,8 @@ def _check_host(host: str) -> None:
 
 
 def _started(process: subprocess.Popen[bytes], settings: dict[str, Any]) -> int:
-    """Hand over the settings and wait for the port."""
-    assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # it ended; the reason is on standard error
-        words = memoryview(json.dumps(settings).encode() + b"\n")
-        while words:
-            words = words[process.stdin.write(words) :]
+    """Wait for the port."""
+    assert process.stdout is not None
     poll, deadline, line = select.poll(), time.monotonic() + STARTUP_SECONDS, b""
     poll.register(process.stdout, select.POLLIN)
     while not line.endswith(b"\n"):
@@ -144,27 +111,10 @@ def _started(process: subprocess.Popen[bytes], settings: dict[str, Any]) -> int:
     return int(answer["port"])
 
 
-def _let_go() -> None:
-    """In a forked process: the server must see the end of the process that started it, not of this one."""
-    for server in list(_servers):
-        server._finalizer.detach()
-        for pipe in (server.process.stdin, server.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-    _servers.clear()
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() != owner:
         return
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+    close_pipes(process)
     try:
         process.wait(timeout=END_SECONDS)
     except subprocess.TimeoutExpired:

@@ -8,7 +8,6 @@ import os
 import statistics
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader
 
+from lightning_topt.data.apart import Failed, run_apart
 from lightning_topt.data.stalls.loop import makes_batches, samples_per_batch
 
 WARMUP_SAMPLES = 3  # which connect to the source
@@ -75,40 +75,27 @@ def probe_source(loader: DataLoader[Any], items: Sequence[int], *, seconds: floa
     Raises RuntimeError with the traceback where reading fails, or ends the process, or no sample comes within 5 minutes.
     """
     context: Any = loader.multiprocessing_context or multiprocessing.get_context()
-    mine, other = context.Pipe(duplex=False)
-    process = context.Process(target=_probe, args=(other, loader, items, seconds), daemon=True)
-    process.start()
-    other.close()
-    try:
-        if not mine.poll(_PATIENCE_SECONDS + seconds):
-            raise RuntimeError(f"no samples could be read within {_PATIENCE_SECONDS + seconds:.0f} s")
-        result = mine.recv()
-    except EOFError:
-        raise RuntimeError("the process that read samples was ended") from None
-    finally:
-        process.kill()
-        process.join()
-        mine.close()
-    if isinstance(result, str):
-        raise RuntimeError(f"reading samples failed:\n{result}")
-    return SourceProbe(*result)
+    patience = _PATIENCE_SECONDS + seconds
+    result = run_apart(
+        _probe, loader, items, seconds, context=context, timeout_seconds=patience, doing="reading samples"
+    )
+    if isinstance(result, Failed):
+        raise RuntimeError(f"reading samples failed:\n{result.trace}")
+    return result  # type: ignore[no-any-return]
 
 
-def _probe(connection: Any, loader: DataLoader[Any], items: Sequence[int], seconds: float) -> None:
-    try:
-        dataset: Any = loader.dataset
-        probes, samples = probe_samples(dataset.__getitem__, items, seconds=seconds)
-        size = samples_per_batch(loader)
-        group = (samples * math.ceil(size / len(samples)))[:size]
-        whole = group if makes_batches(loader) else group[0]
-        times = []
-        for _ in range(_COLLATIONS):
-            start = time.perf_counter()
-            loader.collate_fn(whole)
-            times.append(time.perf_counter() - start)
-        connection.send((probes, statistics.median(times)))
-    except Exception:
-        connection.send(traceback.format_exc())
+def _probe(loader: DataLoader[Any], items: Sequence[int], seconds: float) -> SourceProbe:
+    dataset: Any = loader.dataset
+    probes, samples = probe_samples(dataset.__getitem__, items, seconds=seconds)
+    size = samples_per_batch(loader)
+    group = (samples * math.ceil(size / len(samples)))[:size]
+    whole = group if makes_batches(loader) else group[0]
+    times = []
+    for _ in range(_COLLATIONS):
+        start = time.perf_counter()
+        loader.collate_fn(whole)
+        times.append(time.perf_counter() - start)
+    return SourceProbe(probes, statistics.median(times))
 
 
 def _received_bytes() -> int:

@@ -1,0 +1,65 @@
+"""Memory of batches is used again when nobody can see it any more, and not before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_topt.data.cache.batch_memory import LEAST_BYTES, BatchMemory
+
+SHAPE = (4, LEAST_BYTES // 16)
+
+
+def address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_memory_of_a_batch_that_is_gone_is_used_again():
+    memory = BatchMemory()
+    first = memory.empty(SHAPE, torch.float32)
+    assert first.shape == SHAPE and first.dtype == torch.float32 and first.is_contiguous()
+    where = address(first)
+    del first
+    assert address(memory.empty(SHAPE, torch.int32)) == where  # and of another type
+    assert address(memory.empty((4, LEAST_BYTES // 8), torch.float32)) != where
+
+
+HOLDERS = {
+    "the tensor": lambda tensor: tensor,
+    "a view": lambda tensor: tensor[1, 5:],
+    "an array": lambda tensor: tensor.numpy(),
+    "a view of an array": lambda tensor: tensor.numpy()[1:],
+    "its storage": lambda tensor: tensor.untyped_storage(),
+    "a graph": lambda tensor: (torch.ones(SHAPE, requires_grad=True) * tensor).sum(),
+    "an alias": lambda tensor: tensor.detach(),
+    "a capsule": lambda tensor: torch.utils.dlpack.to_dlpack(tensor),
+}
+
+
+@pytest.mark.parametrize("kind", list(HOLDERS))
+def test_memory_that_anybody_holds_is_not(kind):
+    memory = BatchMemory()
+    tensor = memory.empty(SHAPE, torch.float32)
+    where, held = address(tensor), HOLDERS[kind](tensor)
+    del tensor
+    for _ in range(3):
+        other = memory.empty(SHAPE, torch.float32)
+        assert address(other) != where
+        del other
+    del held
+    found = [memory.empty(SHAPE, torch.float32) for _ in range(2)]
+    assert where in map(address, found)
+
+
+def test_batches_that_are_kept_get_memory_of_their_own():
+    memory = BatchMemory(most_blocks=3)
+    kept = [memory.empty(SHAPE, torch.float32).fill_(number) for number in range(10)]
+    assert len(set(map(address, kept))) == 10
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(kept))
+    assert len(memory._blocks) == 3
+
+
+def test_small_ones_are_the_allocators():
+    memory = BatchMemory()
+    assert memory.empty((3,), torch.int64).shape == (3,) and not memory._blocks
+    assert memory.empty((0, 5), torch.float32).numel() == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | l
     That is where none of the first entries is in memory, or torch would not stack it. Entries that are not in this node's
     memory come as by `CachedDataset`.
     """
-    cache, items = dataset.cache, [dataset.item(index) for index in indices]
+    cache, items = dataset.cache, dataset.items(indices)
     # Of a partitioned cache the first item may well be another node's.
     known = next(filter(None, (_layout_in_memory(cache, item) for item in items[:_LOOK_AT])), None)
     rows = None if known is None else BatchRows.of(known, len(items))
@@ -100,6 +100,9 @@ def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | l
 
 
 def _layout_in_memory(cache: SampleCache, item: int) -> Layout | None:
+    seen = None if cache.mapped is None else cache.mapped.header(item)
+    if seen is not None:
+        return layout_of(seen)
     header, where = cache.peek(item), None if cache.memory is None else cache.memory.locate(item)
     if header is None or where is None:
         return None
@@ -116,15 +119,27 @@ class BatchRows:
     def __init__(self, known: Layout, size: int) -> None:
         self.known, self.size = known, size
         self.tensors = [_empty((size, *_shape(leaf.spec)), _dtype(leaf.spec)) for leaf in known.leaves]
-        self._bytes = [_as_bytes(tensor, size) for tensor in self.tensors]
-        start = known.leaves[0].start if known.leaves else known.nbytes
-        self._head = np.empty((size, start), np.uint8)
-        ends = [leaf.start for leaf in known.leaves[1:]] + [known.nbytes]
-        self._padding = [
-            np.empty((size, end - leaf.start - leaf.nbytes), np.uint8)
-            for leaf, end in zip(known.leaves, ends, strict=True)
-        ]
-        self._expected = np.frombuffer(len(known.header).to_bytes(4, "little") + known.header, np.uint8)
+        self._start = len(known.header).to_bytes(4, "little") + known.header
+
+    # What mapped memory has needs none of these.
+    @cached_property
+    def _bytes(self) -> list[Bytes]:
+        return [_as_bytes(tensor, self.size) for tensor in self.tensors]
+
+    @cached_property
+    def _head(self) -> Bytes:
+        start = self.known.leaves[0].start if self.known.leaves else self.known.nbytes
+        return np.empty((self.size, start), np.uint8)
+
+    @cached_property
+    def _padding(self) -> list[Bytes]:
+        ends = [leaf.start for leaf in self.known.leaves[1:]] + [self.known.nbytes]
+        leaves = zip(self.known.leaves, ends, strict=True)
+        return [np.empty((self.size, end - leaf.start - leaf.nbytes), np.uint8) for leaf, end in leaves]
+
+    @cached_property
+    def _expected(self) -> Bytes:
+        return np.frombuffer(self._start, np.uint8)
 
     @staticmethod
     def of(known: Layout, size: int) -> BatchRows | None:
@@ -144,10 +159,10 @@ class BatchRows:
         """Copy all entries that the mapped memory of `cache` has; whether it had them, (size,)."""
         if cache.mapped is None:
             return np.zeros(self.size, np.bool_)
-        mapped, header = cache.mapped, self._expected.tobytes()
+        mapped, header = cache.mapped, self._start
         offsets, fresh = mapped.find(items, header=header, nbytes=self.known.nbytes)
-        leaves = list(zip(self.known.leaves, self._bytes, strict=True))
-        large = [(leaf.start, leaf.nbytes, rows.ctypes.data) for leaf, rows in leaves if leaf.nbytes > _SMALL]
+        leaves = list(zip(self.known.leaves, self.tensors, strict=True))
+        large = [(leaf.start, leaf.nbytes, tensor.data_ptr()) for leaf, tensor in leaves if leaf.nbytes > _SMALL]
 
         def copy(rows: npt.NDArray[np.int64]) -> None:
             for start, nbytes, target in large:
@@ -160,10 +175,12 @@ class BatchRows:
             else:
                 offsets[row] = 0
         found: npt.NDArray[np.bool_] = offsets > 0
-        for leaf, rows in leaves:
+        complete = bool(found.all())
+        for leaf, tensor in leaves:
             if 0 < leaf.nbytes <= _SMALL:
-                rows[found] = mapped.gather(offsets[found] + leaf.start, leaf.nbytes)
-        if not found.all():  # what `entry` needs, if it comes to that
+                there = slice(None) if complete else found
+                _as_bytes(tensor, self.size)[there] = mapped.gather(offsets[there] + leaf.start, leaf.nbytes)
+        if not complete:  # what `entry` needs, if it comes to that
             self._head[found] = self._expected
             for padding in self._padding:
                 padding[found] = 0

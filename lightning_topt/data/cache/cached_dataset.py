@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_topt.data.cache.determinism import (
@@ -58,7 +59,7 @@ class CachedDataset(Dataset[Any]):
         if self.is_marked:
             samples = [self.dataset[index] for index in indices]
         else:
-            items = [self.item(index) for index in indices]
+            items = self.items(indices)
             samples = self._samples(items, self.cache.get_many(items), self.dataset.__getitem__)
             self.cache.verify_new()
         if get_worker_info() is not None:  # nobody tells a worker which batch is the epoch's last one
@@ -71,6 +72,14 @@ class CachedDataset(Dataset[Any]):
         if not -length <= index < length:
             raise IndexError(f"index {index} of a data set of {length} samples")
         return int(index) % length
+
+    def items(self, indices: Sequence[int]) -> list[int]:
+        """The item numbers of several indices. Raises IndexError."""
+        length, found = self.cache.num_items, np.asarray(indices, np.int64)
+        if found.size and (found.min() < -length or found.max() >= length):
+            return [self.item(index) for index in indices]  # which raises
+        chosen: list[int] = np.where(found < 0, found + length, found).tolist()
+        return chosen
 
     def load(self, index: int, original: Callable[[int], Any]) -> Any:
         """The deterministic part's sample: from the cache, or from `original` and then kept."""

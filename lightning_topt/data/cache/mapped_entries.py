@@ -49,8 +49,15 @@ class MappedEntries:
         self._records: npt.NDArray[np.uint64] = index.view("<u8").reshape(-1, 4)
         self._headers = np.zeros(file.num_items, np.int16)  # by item: the number of its header, once verified
         self._numbers: dict[bytes, int] = {}
+        self._by_number: list[bytes] = []  # without the size before them
         self._next = 0  # item, for `verify_new`
         self._can_populate = hasattr(self._map, "madvise")
+
+    def header(self, item: int) -> bytes | None:
+        """The header of an entry that is there and was verified here, else None."""
+        number = self._headers[item]
+        is_there = number > 0 and self._records[item, 1] >> np.uint64(56) == STORED
+        return self._by_number[number - 1] if is_there else None
 
     def find(
         self, items: Sequence[int], *, header: bytes, nbytes: int
@@ -133,6 +140,7 @@ class MappedEntries:
             if len(self._numbers) >= _MOST_HEADERS:
                 return NO_NUMBER
             number = self._numbers[header] = len(self._numbers) + 1
+            self._by_number.append(header[4:])
         return number
 
     def copy(self, offsets: Sequence[int], nbytes: int, targets: Sequence[int]) -> None:

@@ -96,7 +96,9 @@ def measure_one(options: argparse.Namespace) -> None:
 
 def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host: str) -> dict[str, dict[int, Any]]:
     """By tier and number of workers: seconds of both epochs in every round."""
-    found: dict[str, dict[int, Any]] = {tier: {workers: [] for workers in options.worker_counts} for tier in TIERS}
+    found: dict[str, dict[int, Any]] = {
+        tier: {workers: [] for workers in options.worker_counts} for tier in options.tiers
+    }
     for index in range(options.rounds):
         for tier, by in found.items():
             for workers, pairs in by.items():
@@ -119,6 +121,7 @@ def report(found: dict[str, dict[int, Any]], number: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_options(parser)
+    parser.add_argument("--tiers", nargs="+", choices=tuple(TIERS), default=tuple(TIERS))
     options = parser.parse_args()
     if options.one:
         measure_one(options)

@@ -168,7 +168,9 @@ def full_memory(folder: Path) -> str:
             cache = make(folder, disk=0)
             epoch(cache, list(range(ITEMS)))
             read = epoch(cache, list(range(ITEMS)))
-        out.put((read, cache.statistics().memory_items, len(caught)))
+        # Another one says that a file of that limit cannot be mapped.
+        full = [one for one in caught if "no more samples are stored" in str(one.message)]
+        out.put((read, cache.statistics().memory_items, len(full)))
 
     out = FORK.Queue()
     process = FORK.Process(target=limited, args=(out,))

@@ -34,10 +34,10 @@ from benchmarks.data_jobs import (
     epoch,
     job,
     on_link_or_here,
+    prepared,
     source,
     touch_memory,
 )
-from benchmarks.data_sources import make_files
 from benchmarks.lab import end_on_signals
 from lightning_topt.plugins.cached_data import CachedDataModule
 
@@ -127,9 +127,7 @@ def main() -> None:
         measure_one(options)
         return
     end_on_signals()
-    folder: Path = options.folder / str(options.number)
-    (folder / "names.json").write_text(json.dumps(make_files(folder / "files", number=options.number)))
-    text = report(on_link_or_here(rounds, folder, options), options.number)
+    text = report(on_link_or_here(rounds, prepared(options), options), options.number)
     title = f"behind HTTP and a link of {options.link}" if options.link else "JPEG files on the local disk"
     out = RESULTS / f"data_first_epoch_{options.link or 'local'}.md"
     out.write_text(f"# The first epoch of cached data: {title}\n\n{machine()}\n\n{text}\n")

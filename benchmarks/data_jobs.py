@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from benchmarks.data_sources import CROP, HttpFiles, JpegFiles
+from benchmarks.data_sources import CROP, HttpFiles, JpegFiles, make_files
 from benchmarks.lab import Lab, LabError
 
 BATCH, PORT = 64, 8000
@@ -34,6 +34,13 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
     for hidden in ("--workers", "--epochs"):
         parser.add_argument(hidden, type=int, default=1, help=argparse.SUPPRESS)
+
+
+def prepared(options: argparse.Namespace) -> Path:
+    """The folder of so many pictures, made where they are not there yet."""
+    folder: Path = options.folder / str(options.number)
+    (folder / "names.json").write_text(json.dumps(make_files(folder / "files", number=options.number)))
+    return folder
 
 
 def source(options: argparse.Namespace) -> Dataset[Any]:

@@ -27,8 +27,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import RESULTS, machine
-from benchmarks.data_jobs import BATCH, ENTRY_BYTES, Loader, add_common_options, epoch, job, on_link_or_here, source
-from benchmarks.data_sources import make_files
+from benchmarks.data_jobs import (
+    BATCH,
+    ENTRY_BYTES,
+    Loader,
+    add_common_options,
+    epoch,
+    job,
+    on_link_or_here,
+    prepared,
+    source,
+)
 from benchmarks.lab import end_on_signals
 from lightning_topt.plugins.cached_data import CachedDataModule
 
@@ -214,13 +223,13 @@ def main() -> None:
         "--known-best", action="store_true", help="of local files: only the number of workers best for each"
     )
     options = parser.parse_args()
+    if options.known_best and options.link:
+        parser.error("--known-best is of local files: give --worker-counts beside --link")
     if options.one:
         measure_one(options)
         return
     end_on_signals()
-    folder: Path = options.folder / str(options.number)
-    names = make_files(folder / "files", number=options.number)
-    (folder / "names.json").write_text(json.dumps(names))
+    folder = prepared(options)
     shutil.rmtree(folder / "cache", ignore_errors=True)
     title = f"Behind HTTP and a link of {options.link}" if options.link else "JPEG files on the local disk"
     text = report(on_link_or_here(rounds, folder, options), options.number, title)

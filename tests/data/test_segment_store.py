@@ -138,11 +138,11 @@ def test_writers_killed_at_random_moments(folder):
 
 def test_a_writer_killed_between_reserving_and_publishing_leaves_its_place(folder):
     store = open_store(folder)
-    assert store._claim([5], [1000]) != [None] and 5 not in store
+    assert store.claim([5], [1000]) != [None] and 5 not in store
     used = store.used_bytes
     other = open_store(folder)
     assert other.write(5, [payload(5)]) and content(store, 5) == payload(5) and other.used_bytes == used
-    assert store._claim([6], [500]) != [None]
+    assert store.claim([6], [500]) != [None]
     assert other.write(6, [payload(6)]) and content(store, 6) == payload(6)  # of another size: another place
 
 

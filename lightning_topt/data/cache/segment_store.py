@@ -155,7 +155,7 @@ class SegmentStore:
 
     def write_many(self, items: Sequence[int], entries: Sequence[Sequence[Any]], digests: Sequence[int]) -> list[bool]:
         """The same for several different items, whose places are claimed at once; `digests`: the entries' checksums."""
-        places = self._claim(items, [sum(map(len, parts)) for parts in entries])
+        places = self.claim(items, [sum(map(len, parts)) for parts in entries])
         stored: list[bool] = []
         failed = False
         for place, item, parts, digest in zip(places, items, entries, digests, strict=True):
@@ -182,16 +182,12 @@ class SegmentStore:
             return False
         return True
 
-    def claim(self, items: Sequence[int], sizes: Sequence[int]) -> None:
-        """Keep places for entries of so many bytes, which somebody else writes, as far as there is room."""
-        self._claim(items, sizes)
-
     def may_take(self, item: int, nbytes: int) -> bool:
         """Whether `write` is worth trying: False where an entry of so many bytes has found no room before."""
         return nbytes < self._refused_bytes or self._record(item)[0] != EMPTY
 
-    def _claim(self, items: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
-        """Where to write; None where the entry is there already or has no room."""
+    def claim(self, items: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
+        """Keep places for entries of so many bytes: where they are; None where one is there already or has no room."""
         places: list[int | None] = [None] * len(items)
         worth = [i for i, item in enumerate(items) if self.may_take(item, sizes[i])]
         if not worth:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -116,10 +117,7 @@ class LoaderTrials:
     def prepare(self) -> Preparation:
         """Batches in a process without workers. Raises what the data set raises; RuntimeError where its process ends."""
         result = run_apart(
-            _prepare_here,
-            self.loader,
-            self._backwards,
-            self.seconds,
+            partial(prepare, self.loader, self._backwards, seconds=self.seconds),
             context=multiprocessing.get_context(self.loader.start_method),
             timeout_seconds=_PATIENCE_SECONDS + self.seconds,
             doing="preparing batches",
@@ -137,10 +135,6 @@ class LoaderTrials:
         for _ in watched:
             pass
         return watched.times()
-
-
-def _prepare_here(loader: TrialLoader, items: Sequence[int], seconds: float) -> Preparation:
-    return prepare(loader, items, seconds=seconds)
 
 
 def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Preparation:

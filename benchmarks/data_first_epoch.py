@@ -29,13 +29,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from benchmarks.common import RESULTS, machine
 from benchmarks.data_jobs import (
     BATCH,
-    ENTRY_BYTES,
+    KINDS,
     add_common_options,
+    entry_bytes,
     epoch,
     job,
     on_link_or_here,
     prepared,
+    result_name,
     source,
+    title,
     touch_memory,
 )
 from benchmarks.lab import end_on_signals
@@ -58,7 +61,7 @@ class Part(Sampler[int]):
         return len(self.indices)
 
 
-class Pictures(pl.LightningDataModule):
+class Samples(pl.LightningDataModule):
     """A user's DataModule."""
 
     def __init__(self, data: Dataset[Any], sampler: Part, *, num_workers: int) -> None:
@@ -75,9 +78,9 @@ def measure_one(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     data, fresh = source(options), options.folder / "fresh"
     number = len(json.loads((options.folder / "names.json").read_text()))
-    size, copies = ENTRY_BYTES * number, TIERS[options.one]
+    size, copies = entry_bytes(data.kind) * number, TIERS[options.one]
     samplers = Part(number), Part(number)
-    plain, own = (Pictures(data, sampler, num_workers=options.workers) for sampler in samplers)
+    plain, own = (Samples(data, sampler, num_workers=options.workers) for sampler in samplers)
     shutil.rmtree(fresh, ignore_errors=True)
     cached = CachedDataModule(own, directory=fresh, memory_bytes=size, disk_bytes=size * (copies - 1), data_version="1")
     cached.setup("fit")
@@ -88,7 +91,7 @@ def measure_one(options: argparse.Namespace) -> None:
             sampler.indices = order[part * number // PARTS : (part + 1) * number // PARTS]
         for which in (0, 1) if part % 2 else (1, 0):
             touch_memory(3 * copies * size // PARTS)
-            seconds[which] += epoch(loaders[which])
+            seconds[which] += epoch(loaders[which], data.kind)
     assert [counts.misses for counts in cached.statistics().values()] == [number]
     print(json.dumps(seconds), flush=True)
     os._exit(0)  # without waiting for what is written behind
@@ -102,12 +105,12 @@ def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host
     for index in range(options.rounds):
         for tier, by in found.items():
             for workers, pairs in by.items():
-                pairs.append(job("data_first_epoch", tier, workers, folder, prefix=prefix, host=host))
+                pairs.append(job("data_first_epoch", tier, workers, folder, options, prefix=prefix, host=host))
                 print(index, tier, workers, pairs[-1], flush=True)
     return found
 
 
-def report(found: dict[str, dict[int, Any]], number: int) -> str:
+def report(found: dict[str, dict[int, Any]], options: argparse.Namespace) -> str:
     lines = ["| stored in | workers | uncached, s | times as long |", "|---|---|---|---|"]
     for tier, by in found.items():
         for workers, pairs in by.items():
@@ -115,7 +118,9 @@ def report(found: dict[str, dict[int, Any]], number: int) -> str:
             uncached = statistics.median(pair[0] for pair in pairs)
             spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
             lines.append(f"| {tier} | {workers} | {uncached:.1f} | {spread} |")
-    return "\n".join([f"{number} samples of 150,528 bytes, batches of {BATCH}.", "", *lines])
+    return "\n".join(
+        [f"{options.number} samples of {KINDS[options.kind].nbytes:,} bytes, batches of {BATCH}.", "", *lines]
+    )
 
 
 def main() -> None:
@@ -127,10 +132,9 @@ def main() -> None:
         measure_one(options)
         return
     end_on_signals()
-    text = report(on_link_or_here(rounds, prepared(options), options), options.number)
-    title = f"behind HTTP and a link of {options.link}" if options.link else "JPEG files on the local disk"
-    out = RESULTS / f"data_first_epoch_{options.link or 'local'}.md"
-    out.write_text(f"# The first epoch of cached data: {title}\n\n{machine()}\n\n{text}\n")
+    text = report(on_link_or_here(rounds, prepared(options), options), options)
+    out = RESULTS / f"data_first_epoch_{result_name(options)}.md"
+    out.write_text(f"# The first epoch of cached data: {title(options)}\n\n{machine()}\n\n{text}\n")
     print(text)
 
 

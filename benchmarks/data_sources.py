@@ -1,6 +1,7 @@
-"""Real pictures as a data set of many JPEG files, on disk or behind an HTTP server: what the data benchmarks read.
+"""Real data sets of many files, on disk or behind an HTTP server: what the data benchmarks read.
 
-Crops of the photographs that scikit-learn and scikit-image ship, of the size of ImageNet's pictures.
+Pictures: crops of the photographs that scikit-learn and scikit-image ship, of the size of ImageNet's pictures, as JPEG files.
+Texts: pieces of the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import http.server
 import importlib.util
 import io
 import socketserver
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +24,31 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_topt.cli.tasks.byte_lm import read_files, split_files
+
 WIDTH, HEIGHT, CROP = 500, 375, 224  # ImageNet's mean size; the usual input of a net
 SCIKIT_IMAGE = ("astronaut", "chelsea", "coffee", "rocket", "hubble_deep_field", "ihc", "retina", "motorcycle_left")
+SHORTEST, LONGEST = 512, 2048  # bytes of a text; all are filled up to the longest
 CLASSES = 10
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Files of one kind: their bytes, drawn at random, and what a sample of `shape` and `dtype` is made of them by."""
+
+    suffix: str
+    draw: Callable[[np.random.Generator], bytes]
+    prepare: Callable[[bytes], Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of a sample."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+@functools.cache
 def photographs() -> list[Image.Image]:
     """All pictures that the installed packages ship, RGB, at least 600 x 450."""
     found = [
@@ -46,24 +70,30 @@ def photographs() -> list[Image.Image]:
     ]
 
 
-def make_files(folder: Path, *, number: int, seed: int = 0) -> list[str]:
-    """`number` JPEG files in `folder`, made once; their names. The label of a file is its number modulo `CLASSES`."""
-    names = [f"{index:06d}.jpg" for index in range(number)]
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = [index for index, name in enumerate(names) if not (folder / name).exists()]
-    pictures = photographs() if missing else []
-    for index in missing:
-        rng = np.random.default_rng([seed, index])
-        picture = pictures[rng.integers(len(pictures))]
-        left, top = (int(rng.integers(size + 1)) for size in (picture.width - WIDTH, picture.height - HEIGHT))
-        crop = picture.crop((left, top, left + WIDTH, top + HEIGHT))
-        temporary = folder / f"{names[index]}.part"
-        crop.save(temporary, "JPEG", quality=92)
-        temporary.rename(folder / names[index])
-    return names
+def draw_picture(rng: np.random.Generator) -> bytes:
+    """A JPEG file."""
+    pictures, encoded = photographs(), io.BytesIO()
+    picture = pictures[rng.integers(len(pictures))]
+    left, top = (int(rng.integers(size + 1)) for size in (picture.width - WIDTH, picture.height - HEIGHT))
+    picture.crop((left, top, left + WIDTH, top + HEIGHT)).save(encoded, "JPEG", quality=92)
+    return encoded.getvalue()
 
 
-def prepare(data: bytes) -> Tensor:
+@functools.cache
+def corpus() -> bytes:
+    """The source of Python's standard library."""
+    files, _ = split_files(Path(sysconfig.get_path("stdlib")), val_fraction=0)
+    return read_files(files, limit=None)
+
+
+def draw_text(rng: np.random.Generator) -> bytes:
+    """A piece of the corpus, of `SHORTEST` to `LONGEST` bytes."""
+    length = int(rng.integers(SHORTEST, LONGEST + 1))
+    start = int(rng.integers(len(corpus()) - length))
+    return corpus()[start : start + length]
+
+
+def prepare_picture(data: bytes) -> Tensor:
     """Decode, shorter side to 256, middle 224 x 224: (3, 224, 224) uint8."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     scale = 256 / min(image.size)
@@ -73,11 +103,33 @@ def prepare(data: bytes) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
-class JpegFiles(Dataset[tuple[Tensor, int]]):
-    """(picture (3, 224, 224) uint8, label) of local files."""
+def prepare_text(data: bytes) -> Tensor:
+    """Tokens, which are the bytes, and zeros behind them: (2048,) int64."""
+    tokens = torch.zeros(LONGEST, dtype=torch.int64)
+    tokens[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+    return tokens
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
-        self.folder, self.names = folder, names
+
+PICTURES = Kind("jpg", draw_picture, prepare_picture, (3, CROP, CROP), torch.uint8)
+TEXTS = Kind("txt", draw_text, prepare_text, (LONGEST,), torch.int64)
+
+
+def make_files(folder: Path, *, number: int, seed: int = 0, kind: Kind = PICTURES) -> list[str]:
+    """`number` files in `folder`, made once; their names. The label of a file is its number modulo `CLASSES`."""
+    names = [f"{index:06d}.{kind.suffix}" for index in range(number)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in [index for index, name in enumerate(names) if not (folder / name).exists()]:
+        temporary = folder / f"{names[index]}.part"
+        temporary.write_bytes(kind.draw(np.random.default_rng([seed, index])))
+        temporary.rename(folder / names[index])
+    return names
+
+
+class LocalFiles(Dataset[tuple[Tensor, int]]):
+    """(sample, label) of local files."""
+
+    def __init__(self, folder: Path, names: list[str], *, kind: Kind = PICTURES) -> None:
+        self.folder, self.names, self.kind = folder, names, kind
 
     def __len__(self) -> int:
         return len(self.names)
@@ -86,19 +138,19 @@ class JpegFiles(Dataset[tuple[Tensor, int]]):
         return (self.folder / self.names[index]).read_bytes()
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return prepare(self.read(index)), index % CLASSES
+        return self.kind.prepare(self.read(index)), index % CLASSES
 
 
-class HttpFiles(JpegFiles):
+class HttpFiles(LocalFiles):
     """The same from an HTTP server; one connection per process, which is the most that a careful user would do."""
 
-    def __init__(self, address: tuple[str, int], names: list[str]) -> None:
-        super().__init__(Path("/"), names)
+    def __init__(self, address: tuple[str, int], names: list[str], *, kind: Kind = PICTURES) -> None:
+        super().__init__(Path("/"), names, kind=kind)
         self.address = address
         self._connection: http.client.HTTPConnection | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {"folder": self.folder, "names": self.names, "address": self.address, "_connection": None}
+        return vars(self) | {"_connection": None}
 
     def read(self, index: int) -> bytes:
         if self._connection is None:

@@ -1,12 +1,17 @@
 """Samples per second of a cached data set against the uncached one, a list in memory, litdata and MosaicML streaming.
 
-    python -m benchmarks.data_throughput                     # decode-bound: JPEG files on the local disk; about 15 minutes
-    python -m benchmarks.data_throughput --known-best        # the same with the number of workers best for each; 8 minutes
+    python -m benchmarks.data_throughput                     # decode-bound: JPEG files on the local disk; about 20 minutes
+    python -m benchmarks.data_throughput --known-best        # the same without numbers of workers that are best for nobody
     sudo python -m benchmarks.data_throughput --link 200mbit # network-bound: the same files behind HTTP and a slow link
+    sudo python -m benchmarks.data_throughput --link 200mbit --kind texts # pieces of Python's source, padded to 2,048 tokens
 
-litdata and streaming hold what they are best at: prepared samples in their own chunk files on the local disk, written before.
-All run in one process with 0, 1 or 2 workers, rounds interleaved, batches of 64 with torch's default collate; the best number
-of workers of each counts; for all but the uncached one, the mean of epochs 2 to 6. Missing packages are left out of the table.
+litdata and streaming hold what they are best at: prepared samples in their own chunk files on the local disk, written before,
+also where the files are behind a link.
+All run in one process with 0, 1 or 2 workers, rounds interleaved, batches of 64 with torch's default collate; for all but the
+uncached one, the mean of epochs 2 to 6. Missing packages are left out of the table.
+
+Before each epoch memory is used and given back: a virtual machine may get a page from its host, some microseconds, only when it
+is first used. With workers every batch is new memory, and one epoch of any contender, an early one, took twice as long.
 """
 
 from __future__ import annotations
@@ -29,25 +34,31 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.common import RESULTS, machine
 from benchmarks.data_jobs import (
     BATCH,
-    ENTRY_BYTES,
+    KINDS,
     Loader,
     add_common_options,
+    entry_bytes,
     epoch,
     job,
     on_link_or_here,
     prepared,
+    result_name,
     source,
+    title,
+    touch_memory,
 )
+from benchmarks.data_sources import LocalFiles
 from benchmarks.lab import end_on_signals
 from lightning_topt.plugins.cached_data import CachedDataModule
 
-PARTS = (slice(0, 1), slice(1, None))
-# On 2 cores, with local files: by runs of all numbers of workers.
-KNOWN_BEST = {"DataLoader, uncached": 2, "list in memory": 0, "ours": 0, "litdata": 0, "streaming": 2}
+UNCACHED, LIST = "DataLoader, uncached", "list in memory"
+# On 2 cores, by runs of all numbers of workers; two connections fill a link of 200 Mb/s with pictures.
+KNOWN_BEST = {UNCACHED: [2], LIST: [0, 2], "ours": [0, 2], "litdata": [0], "streaming": [2]}
+TOUCHED = 2 << 30  # bytes
 EPOCHS = 5  # after the first, for all that is in memory or prepared then
 
 
-class Pictures(pl.LightningDataModule):
+class Samples(pl.LightningDataModule):
     """A user's DataModule."""
 
     def __init__(self, data: Dataset[Any], *, num_workers: int) -> None:
@@ -79,7 +90,7 @@ class InMemory(Dataset[Any]):
 
 def ours(data: Dataset[Any], num_workers: int, folder: Path, memory_bytes: int) -> Loader:
     module = CachedDataModule(
-        Pictures(data, num_workers=num_workers),
+        Samples(data, num_workers=num_workers),
         directory=folder,
         memory_bytes=memory_bytes,
         disk_bytes=memory_bytes,
@@ -106,14 +117,15 @@ def litdata_loader(data: Dataset[Any], num_workers: int, folder: Path) -> Loader
     return loader
 
 
-def streaming_loader(data: Dataset[Any], num_workers: int, folder: Path) -> Loader:
+def streaming_loader(data: LocalFiles, num_workers: int, folder: Path) -> Loader:
     import streaming  # noqa: PLC0415
 
     if not folder.exists():
-        columns = {"x": "ndarray:uint8:3,224,224", "y": "int"}
+        shape = ",".join(str(size) for size in data.kind.shape)
+        columns = {"x": f"ndarray:{str(data.kind.dtype).removeprefix('torch.')}:{shape}", "y": "int"}
         with streaming.MDSWriter(out=str(folder), columns=columns, size_limit=1 << 26) as writer:
-            for image, label in DataLoader(data, None, num_workers=2):
-                writer.write({"x": image.numpy(), "y": label})
+            for sample, label in DataLoader(data, None, num_workers=2):
+                writer.write({"x": sample.numpy(), "y": label})
     dataset = streaming.StreamingDataset(local=str(folder), shuffle=True, batch_size=BATCH)
     return plain_iterable(dataset, num_workers)
 
@@ -132,18 +144,21 @@ def measure_one(options: argparse.Namespace) -> None:
     """In a process of its own: epochs of one contender; prints the figures as JSON."""
     torch.set_num_threads(1)
     data, base = source(options), own_megabytes()
-    size = ENTRY_BYTES * len(data)  # type: ignore[arg-type]
+    size = entry_bytes(data.kind) * len(data)
     make: dict[str, Callable[[], Loader]] = {
-        "DataLoader, uncached": lambda: plain(data, options.workers),
-        "list in memory": lambda: plain(InMemory(data, options.folder / "prepared.pt"), options.workers),
+        UNCACHED: lambda: plain(data, options.workers),
+        LIST: lambda: plain(InMemory(data, options.folder / "prepared.pt"), options.workers),
         "ours": lambda: ours(data, options.workers, options.folder / "cache", size),
         "litdata": lambda: litdata_loader(data, options.workers, options.folder / "litdata"),
         "streaming": lambda: streaming_loader(data, options.workers, options.folder / "streaming"),
     }
     loader = make[options.one]()
-    if options.one != "DataLoader, uncached":
-        epoch(loader)  # fills what is not filled yet, and starts workers
-    seconds = [epoch(loader) for _ in range(options.epochs)]
+    if options.one != UNCACHED:
+        epoch(loader, data.kind)  # fills what is not filled yet, and starts workers
+    seconds = []
+    for _ in range(options.epochs):
+        touch_memory(TOUCHED)
+        seconds.append(epoch(loader, data.kind))
     print(json.dumps({"seconds": seconds, "megabytes": own_megabytes() - base}), flush=True)
     os._exit(0)  # worker processes of others may not end by themselves
 
@@ -152,10 +167,12 @@ def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host
     """By contender and number of workers: seconds per epoch of every round, megabytes."""
     found: dict[str, Any] = {}
     for index in range(options.rounds):
-        for contender in contenders(options):
-            for workers in [KNOWN_BEST[contender]] if options.known_best else options.worker_counts:
-                epochs = 1 if "uncached" in contender else EPOCHS
-                result = job("data_throughput", contender, workers, folder, epochs=epochs, prefix=prefix, host=host)
+        for contender in contenders():
+            for workers in KNOWN_BEST[contender] if options.known_best else options.worker_counts:
+                epochs = 1 if contender == UNCACHED else EPOCHS
+                result = job(
+                    "data_throughput", contender, workers, folder, options, epochs=epochs, prefix=prefix, host=host
+                )
                 entry = found.setdefault(contender, {}).setdefault(
                     workers, {"seconds": [], "epochs": [], "megabytes": 0}
                 )
@@ -166,15 +183,15 @@ def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host
     return found
 
 
-def contenders(options: argparse.Namespace) -> list[str]:
-    known = ["DataLoader, uncached", "list in memory", "ours"]
-    return known + [name for name in ("litdata", "streaming") if importlib.util.find_spec(name) and not options.link]
+def contenders() -> list[str]:
+    known = [UNCACHED, LIST, "ours"]
+    return known + [name for name in ("litdata", "streaming") if importlib.util.find_spec(name)]
 
 
-def best(by: dict[int, Any]) -> tuple[int, list[float], float]:
-    """Of one contender: its best number of workers, seconds of the rounds with it, megabytes."""
-    workers, entry = min(by.items(), key=lambda item: statistics.median(item[1]["seconds"]))
-    return workers, entry["seconds"], entry["megabytes"]
+def best(by: dict[int, Any]) -> list[float]:
+    """Of one contender: seconds of the rounds with its best number of workers."""
+    found: list[float] = min((entry["seconds"] for entry in by.values()), key=statistics.median)
+    return found
 
 
 def ratios(others: list[float], own: list[float]) -> str:
@@ -183,58 +200,50 @@ def ratios(others: list[float], own: list[float]) -> str:
     return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
 
 
-def report(found: dict[str, Any], number: int, title: str) -> str:
+def report(found: dict[str, Any], options: argparse.Namespace) -> str:
+    number = options.number
     lines = [
-        f"## {title}",
+        f"{number} samples of {KINDS[options.kind].nbytes:,} bytes, batches of {BATCH}. Compared with the uncached loader and",
+        "the list at their best numbers of workers, and with the list at the same number.",
         "",
-        f"{number} samples of 150,528 bytes, batches of {BATCH}; the best number of workers of each.",
-        "",
-    ]
-    lines += [
-        "| | workers | samples/s | times uncached | of the list | in epoch 2 | in epochs 3 to 6 | memory, MB |",
+        "| | workers | samples/s | times uncached | of the list | with as many workers | the same in epoch 2 | memory, MB |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    base, top = (best(found[name])[1] for name in ("DataLoader, uncached", "list in memory"))
+    base, top = best(found[UNCACHED]), best(found[LIST])
     for name, by in found.items():
-        workers, seconds, megabytes = best(by)
-        second, later = (of_list(found["list in memory"], by[workers]["epochs"], part) for part in PARTS)
-        rates = sorted(number / value for value in seconds)
-        cells = [name, str(workers), f"{statistics.median(rates):.0f} ({rates[0]:.0f} to {rates[-1]:.0f})"]
-        lines.append(
-            "| "
-            + " | ".join([*cells, ratios(base, seconds), ratios(top, seconds), second, later, f"{megabytes:.0f}"])
-            + " |"
-        )
+        for workers, entry in by.items():
+            seconds, equal = entry["seconds"], found[LIST].get(workers)
+            rates = sorted(number / value for value in seconds)
+            cells = [name, str(workers), f"{statistics.median(rates):.0f} ({rates[0]:.0f} to {rates[-1]:.0f})"]
+            cells += [ratios(base, seconds), ratios(top, seconds)]
+            cells += [ratios(equal["seconds"], seconds), second_epochs(equal, entry)] if equal else ["-", "-"]
+            lines.append("| " + " | ".join([*cells, f"{entry['megabytes']:.0f}"]) + " |")
     return "\n".join(lines)
 
 
-def of_list(by: dict[int, Any], epochs: list[list[float]], part: slice) -> str:
-    """The ratio of some of the epochs; nothing for a contender of which only one was measured."""
-    if len(epochs[0]) < EPOCHS:
+def second_epochs(other: Any, own: Any) -> str:
+    """Their ratio; nothing for a contender of which they were not measured."""
+    if len(own["epochs"][0]) < EPOCHS:
         return "-"
-    top = by[best(by)[0]]["epochs"]
-    return ratios(*([statistics.mean(round_[part]) for round_ in rounds_] for rounds_ in (top, epochs)))
+    return ratios(*([round_[0] for round_ in entry["epochs"]] for entry in (other, own)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_options(parser)
     parser.add_argument(
-        "--known-best", action="store_true", help="of local files: only the number of workers best for each"
+        "--known-best", action="store_true", help="of pictures: only the number of workers best for each"
     )
     options = parser.parse_args()
-    if options.known_best and options.link:
-        parser.error("--known-best is of local files: give --worker-counts beside --link")
     if options.one:
         measure_one(options)
         return
     end_on_signals()
     folder = prepared(options)
     shutil.rmtree(folder / "cache", ignore_errors=True)
-    title = f"Behind HTTP and a link of {options.link}" if options.link else "JPEG files on the local disk"
-    text = report(on_link_or_here(rounds, folder, options), options.number, title)
-    out = RESULTS / f"data_throughput_{options.link or 'local'}.md"
-    out.write_text(f"# Throughput of cached data\n\n{machine()}\n\n{text}\n")
+    text = report(on_link_or_here(rounds, folder, options), options)
+    out = RESULTS / f"data_throughput_{result_name(options)}.md"
+    out.write_text(f"# Throughput of cached data: {title(options)}\n\n{machine()}\n\n{text}\n")
     print(text)
 
 

@@ -90,7 +90,7 @@ def train(options: argparse.Namespace, setup: dict[str, Any], entry_bytes: int) 
             trainer().fit(Net(), datamodule=module)
         others = (other_core_seconds() - before) / (time.perf_counter() - start) / (os.cpu_count() or 1)
     times = watched.times()
-    return {"samples_per_second": BATCH / times.batch_seconds, "batches": times.batches, "others": others}
+    return {"samples_per_second": BATCH / times.batch_seconds, "others": others, **times._asdict()}
 
 
 def other_core_seconds() -> float:

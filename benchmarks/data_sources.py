@@ -165,6 +165,7 @@ class HttpFiles(LocalFiles):
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # keeps connections open
+    disable_nagle_algorithm = True  # else a small file waits 40 ms for its header to be acknowledged
     requests = 0
 
     def do_GET(self) -> None:

@@ -169,6 +169,38 @@ def test_find_says_where_and_copy_copies(cache):
     mapped.close()
 
 
+def test_all_at_once_only_where_all_are_verified(cache):
+    samples = Samples()
+    filled(cache, samples)
+    known, mapped = layout(cache.get(0)), cache.mapped
+    head = len(known.header).to_bytes(4, "little") + known.header
+    want = {"header": head, "nbytes": known.nbytes}
+    assert mapped.verify(2, header=head) and mapped.find_all(np.array([2, 9]), **want) is None
+    assert mapped.verify(9, header=head)
+    offsets = mapped.find_all(np.array([9, 2, 9]), **want)
+    assert offsets.tolist() == [cache.memory.locate(item).offset for item in (9, 2, 9)]
+    assert mapped.find_all(np.array([2]), header=head[:-1] + b"?", nbytes=known.nbytes) is None
+    assert mapped.find_all(np.array([2]), header=head, nbytes=known.nbytes + 1) is None
+    rows = torch.zeros((3, known.nbytes - 5), dtype=torch.uint8)
+    mapped.take(offsets, 5, rows)
+    assert [bytes(row.numpy()) for row in rows] == [bytes(cache.get(item))[5:] for item in (9, 2, 9)]
+    cache.memory.clear()
+    assert mapped.find_all(np.array([2, 9]), **want) is None
+
+
+@pytest.mark.parametrize("where", [1 << 40, (1 << 64) - 8])
+def test_a_record_that_points_outside_of_the_file(cache, where):
+    """After its entry was verified: the batch is read one by one then, and the entry from the source."""
+    samples = Samples()
+    batches = filled(cache, samples)
+    items = list(range(ITEMS))
+    assert equal(batches.__getitems__(items).batch, expected(samples, items))
+    cache.mapped._records[3, 0] = where
+    cache.statistics(reset=True)
+    assert equal(batches.__getitems__(items).batch, expected(samples, items))
+    assert cache.statistics().memory_hits == ITEMS - 1 and cache.statistics().misses == 1
+
+
 def test_new_entries_are_verified_ahead_and_damaged_ones_are_not(cache, monkeypatch):
     samples = Samples()
     batches = filled(cache, samples)

@@ -38,7 +38,7 @@ class BatchMemory:
             return torch.from_numpy(self._free_block(nbytes)).view(dtype).view(shape)
 
     def _free_block(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        for index in range(len(self._blocks)):
+        for index in reversed(range(len(self._blocks))):  # the one used last may be in the processor's cache yet
             # Two references: of the deque, and of the call.
             if self._blocks[index].nbytes == nbytes and sys.getrefcount(self._blocks[index]) == 2:
                 block = self._blocks[index]

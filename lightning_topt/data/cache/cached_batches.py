@@ -6,7 +6,6 @@ piece by piece into its rows: no tensor per sample, no copy but the one from the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -83,12 +82,15 @@ def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | l
     That is where none of the first entries is in memory, or torch would not stack it. Entries that are not in this node's
     memory come as by `CachedDataset`.
     """
-    cache, items = dataset.cache, dataset.items(indices)
+    cache, chosen = dataset.cache, dataset.items(indices)
     # Of a partitioned cache the first item may well be another node's.
-    known = next(filter(None, (_layout_in_memory(cache, item) for item in items[:_LOOK_AT])), None)
-    rows = None if known is None else BatchRows.of(known, len(items))
-    if rows is None:
+    known = next(filter(None, (_layout_in_memory(cache, item) for item in chosen[:_LOOK_AT].tolist())), None)
+    if known is None or not _is_stackable(known.header):
         return None
+    ready = _read_at_once(cache, known, chosen)
+    if ready is not None:
+        return ready
+    items, rows = chosen.tolist(), BatchRows(known, len(chosen))
     unmapped = np.flatnonzero(~rows.fill_from(cache, items)).tolist()
     missing = [i for i in unmapped if not cache.read_into(items[i], rows.buffers(i))]
     rest = dict(zip(missing, dataset.entries([items[i] for i in missing]), strict=True))
@@ -97,6 +99,24 @@ def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | l
         return ReadyBatch(rows.batch())
     # Every entry was read and counted once: samples of different sizes cost no second reading.
     return [dataset.sample(item, joined(rest[i]) if i in rest else rows.entry(i)) for i, item in enumerate(items)]
+
+
+def _read_at_once(cache: SampleCache, known: Layout, items: npt.NDArray[np.int64]) -> ReadyBatch | None:
+    """The batch where all its entries are in mapped memory and verified."""
+    mapped = cache.mapped
+    offsets = None if mapped is None else mapped.find_all(items, header=_start(known), nbytes=known.nbytes)
+    if mapped is None or offsets is None:
+        return None
+    tensors = []
+    for leaf in known.leaves:
+        if leaf.nbytes > _SMALL:
+            rows = _empty(len(items), leaf.nbytes)
+            mapped.take(offsets, leaf.start, rows)
+        else:
+            rows = torch.from_numpy(mapped.gather(offsets + leaf.start, leaf.nbytes))
+        tensors.append(_typed(rows, leaf.spec))
+    cache.count_memory_hits(len(items))
+    return ReadyBatch(_nested(known.spec, iter(tensors)))
 
 
 def _layout_in_memory(cache: SampleCache, item: int) -> Layout | None:
@@ -118,13 +138,12 @@ class BatchRows:
 
     def __init__(self, known: Layout, size: int) -> None:
         self.known, self.size = known, size
-        self.tensors = [_empty((size, *_shape(leaf.spec)), _dtype(leaf.spec)) for leaf in known.leaves]
-        self._start = len(known.header).to_bytes(4, "little") + known.header
+        self.rows = [_empty(size, leaf.nbytes) for leaf in known.leaves]
 
     # What mapped memory has needs none of these.
     @cached_property
     def _bytes(self) -> list[Bytes]:
-        return [_as_bytes(tensor, self.size) for tensor in self.tensors]
+        return [rows.numpy() for rows in self.rows]
 
     @cached_property
     def _head(self) -> Bytes:
@@ -139,12 +158,7 @@ class BatchRows:
 
     @cached_property
     def _expected(self) -> Bytes:
-        return np.frombuffer(self._start, np.uint8)
-
-    @staticmethod
-    def of(known: Layout, size: int) -> BatchRows | None:
-        """None where `default_collate` would not give one tensor per leaf."""
-        return BatchRows(known, size) if _is_stackable(known.header) else None
+        return np.frombuffer(_start(self.known), np.uint8)
 
     def buffers(self, row: int) -> list[Bytes]:
         """Where the entry of one row goes, piece by piece."""
@@ -156,13 +170,13 @@ class BatchRows:
         return pieces
 
     def fill_from(self, cache: SampleCache, items: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Copy all entries that the mapped memory of `cache` has; whether it had them, (size,)."""
+        """Copy the entries that the mapped memory of `cache` has; whether it had them, (size,)."""
         if cache.mapped is None:
             return np.zeros(self.size, np.bool_)
-        mapped, header = cache.mapped, self._start
+        mapped, header = cache.mapped, _start(self.known)
         offsets, fresh = mapped.find(items, header=header, nbytes=self.known.nbytes)
-        leaves = list(zip(self.known.leaves, self.tensors, strict=True))
-        large = [(leaf.start, leaf.nbytes, tensor.data_ptr()) for leaf, tensor in leaves if leaf.nbytes > _SMALL]
+        leaves = list(zip(self.known.leaves, self._bytes, strict=True))
+        large = [(leaf.start, leaf.nbytes, rows.ctypes.data) for leaf, rows in leaves if leaf.nbytes > _SMALL]
 
         def copy(rows: npt.NDArray[np.int64]) -> None:
             for start, nbytes, target in large:
@@ -175,12 +189,10 @@ class BatchRows:
             else:
                 offsets[row] = 0
         found: npt.NDArray[np.bool_] = offsets > 0
-        complete = bool(found.all())
-        for leaf, tensor in leaves:
+        for leaf, target in leaves:
             if 0 < leaf.nbytes <= _SMALL:
-                there = slice(None) if complete else found
-                _as_bytes(tensor, self.size)[there] = mapped.gather(offsets[there] + leaf.start, leaf.nbytes)
-        if not complete:  # what `entry` needs, if it comes to that
+                target[found] = mapped.gather(offsets[found] + leaf.start, leaf.nbytes)
+        if not found.all():  # what `entry` needs, if it comes to that
             self._head[found] = self._expected
             for padding in self._padding:
                 padding[found] = 0
@@ -206,23 +218,30 @@ class BatchRows:
 
     def batch(self) -> Any:
         """What `default_collate` makes of the samples."""
-        return _nested(self.known.spec, iter(self.tensors))
+        leaves = zip(self.known.leaves, self.rows, strict=True)
+        return _nested(self.known.spec, (_typed(rows, leaf.spec) for leaf, rows in leaves))
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """In a worker in shared memory, as `default_collate` does: the training process then gets it without a copy."""
+def _start(known: Layout) -> bytes:
+    """With which its entries begin."""
+    return len(known.header).to_bytes(4, "little") + known.header
+
+
+def _empty(size: int, nbytes: int) -> Tensor:
+    """Rows of bytes. In a worker in shared memory, as `default_collate` does: the training process gets it without a copy."""
     if get_worker_info() is None:
-        return MEMORY.empty(shape, dtype)
-    nbytes = math.prod(shape) * dtype.itemsize
-    storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+        return MEMORY.empty((size, nbytes), torch.uint8)
+    storage = torch.UntypedStorage._new_shared(size * nbytes)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size, nbytes))  # type: ignore[call-overload, no-any-return]
 
 
-def _as_bytes(tensor: Tensor, size: int) -> Bytes:
-    if not tensor.numel():
-        return np.empty((size, 0), np.uint8)
-    flat: Bytes = tensor.view(size, -1).view(torch.uint8).numpy()
-    return flat
+def _typed(rows: Tensor, spec: Spec) -> Tensor:
+    """Rows of bytes as what they are."""
+    dtype, shape = _dtype(spec), _shape(spec)
+    if not rows.numel():
+        return torch.empty((len(rows), *shape), dtype=dtype)
+    typed = rows.view(dtype)
+    return typed if len(shape) == 1 else typed.view(len(rows), *shape)
 
 
 def _shape(spec: Spec) -> list[int]:

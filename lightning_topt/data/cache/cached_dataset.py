@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_topt.data.cache.determinism import (
@@ -59,7 +60,7 @@ class CachedDataset(Dataset[Any]):
         if self.is_marked:
             samples = [self.dataset[index] for index in indices]
         else:
-            items = self.items(indices)
+            items = self.items(indices).tolist()
             samples = self._samples(items, self.cache.get_many(items), self.dataset.__getitem__)
             self.cache.verify_new()
         if get_worker_info() is not None:  # nobody tells a worker which batch is the epoch's last one
@@ -73,13 +74,12 @@ class CachedDataset(Dataset[Any]):
             raise IndexError(f"index {index} of a data set of {length} samples")
         return int(index) % length
 
-    def items(self, indices: Sequence[int]) -> list[int]:
+    def items(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """The item numbers of several indices. Raises IndexError."""
-        length, found = self.cache.num_items, np.asarray(indices, np.int64)
-        if found.size and (found.min() < -length or found.max() >= length):
-            return [self.item(index) for index in indices]  # which raises
-        chosen: list[int] = np.where(found < 0, found + length, found).tolist()
-        return chosen
+        found = np.asarray(indices, np.int64)
+        if found.size and found.view(np.uint64).max() >= self.cache.num_items:  # negative ones are large then
+            return np.array([self.item(index) for index in indices])
+        return found
 
     def load(self, index: int, original: Callable[[int], Any]) -> Any:
         """The deterministic part's sample: from the cache, or from `original` and then kept."""

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
+from torch import Tensor
 
 from lightning_topt.data.cache.sample_codec import header_of
 from lightning_topt.data.cache.segment_store import STORED, SegmentStore, checksum
@@ -51,6 +53,8 @@ class MappedEntries:
         self._numbers: dict[bytes, int] = {}
         self._by_number: list[bytes] = []  # without the size before them
         self._next = 0  # item, for `verify_new`
+        # By first byte and number of bytes: the file's bytes as overlapping rows, one from every offset.
+        self._rows: dict[tuple[int, int], Tensor] = {}
         self._can_populate = hasattr(self._map, "madvise")
 
     def header(self, item: int) -> bytes | None:
@@ -73,6 +77,14 @@ class MappedEntries:
         there = (states == np.uint64(STORED << 56 | nbytes)) & (offsets + nbytes <= len(self._bytes))
         unknown = numbers <= UNKNOWN
         return np.where(there & ((numbers == self._number(header)) | unknown), offsets, 0), there & unknown
+
+    def find_all(self, items: npt.NDArray[np.int64], *, header: bytes, nbytes: int) -> npt.NDArray[np.int64] | None:
+        """The same where all of them are there like that and verified, which is the usual case and told sooner; else None."""
+        records = self._records[items]
+        if (records[:, 1] != STORED << 56 | nbytes).any() or (self._headers[items] != self._number(header)).any():
+            return None
+        offsets = records[:, 0]
+        return offsets.astype(np.int64) if offsets.max() <= len(self._bytes) - nbytes else None
 
     def verify(self, item: int, *, header: bytes) -> bool:
         """Whether an entry that `find` found is whole and has `header`. A damaged one is read, and found out, elsewhere."""
@@ -143,6 +155,16 @@ class MappedEntries:
             self._by_number.append(header[4:])
         return number
 
+    def take(self, offsets: npt.NDArray[np.int64], start: int, out: Tensor) -> None:
+        """Copy bytes from each offset + `start` to the rows of `out`, (offsets, nbytes) uint8, in one call."""
+        nbytes = out.shape[1]
+        rows = self._rows.get((start, nbytes))
+        if rows is None:
+            everything = torch.from_numpy(self._bytes)
+            rows = everything.as_strided((len(everything) - start - nbytes + 1, nbytes), (1, 1), start)
+            self._rows[start, nbytes] = rows
+        torch.index_select(rows, 0, torch.from_numpy(offsets), out=out)
+
     def copy(self, offsets: Sequence[int], nbytes: int, targets: Sequence[int]) -> None:
         """Copy so many bytes from each offset to an address."""
         memmove, address = ctypes.memmove, self._address
@@ -157,6 +179,7 @@ class MappedEntries:
     def close(self) -> None:
         """Unmap. Twice is once."""
         if self._map is not None:
+            self._rows.clear()
             del self._records, self._bytes
             self._map.close()
             self._map = None

@@ -81,7 +81,8 @@ def train(options: argparse.Namespace, setup: dict[str, Any], entry_bytes: int) 
     with MeasuredCache(max(1, capacity)) as cache:
         make = cache.loader_over if capacity else loader_over
         if capacity:
-            for _ in make(loader, order[: options.number], num_workers=2):
+            # In an order of its own: what the cache has room for would be the first items of the first epoch, and not any.
+            for _ in make(loader, np.random.default_rng(1).permutation(options.number).tolist(), num_workers=2):
                 pass
         batches = make(loader, order, num_workers=workers)
         watched = Watched(batches, options.seconds, skip=4 + 3 * workers, most=len(batches) - 6 * workers - 4)

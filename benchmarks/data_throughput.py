@@ -23,6 +23,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ from lightning_topt.plugins.cached_data import CachedDataModule
 UNCACHED, LIST = "DataLoader, uncached", "list in memory"
 # On 2 cores, by runs of all numbers of workers; two connections fill a link of 200 Mb/s with pictures.
 KNOWN_BEST = {UNCACHED: [2], LIST: [0, 2], "ours": [0, 2], "litdata": [0], "streaming": [2]}
+PEERS = {"litdata": "litdata", "streaming": "mosaicml-streaming"}  # and their packages
 TOUCHED = 2 << 30  # bytes
 EPOCHS = 5  # after the first, for all that is in memory or prepared then
 
@@ -185,7 +187,7 @@ def rounds(folder: Path, options: argparse.Namespace, *, prefix: list[str], host
 
 def contenders() -> list[str]:
     known = [UNCACHED, LIST, "ours"]
-    return known + [name for name in ("litdata", "streaming") if importlib.util.find_spec(name)]
+    return known + [name for name in PEERS if importlib.util.find_spec(name)]
 
 
 def best(by: dict[int, Any]) -> list[float]:
@@ -218,6 +220,9 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
             cells += [ratios(base, seconds), ratios(top, seconds)]
             cells += [ratios(equal["seconds"], seconds), second_epochs(equal, entry)] if equal else ["-", "-"]
             lines.append("| " + " | ".join([*cells, f"{entry['megabytes']:.0f}"]) + " |")
+    versions = [f"{package} {metadata.version(package)}" for name, package in PEERS.items() if name in found]
+    if versions:
+        lines += ["", f"{', '.join(versions)}, with samples prepared before on the local disk."]
     return "\n".join(lines)
 
 

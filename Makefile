@@ -30,8 +30,8 @@ demo: $(STAMP) ## Plan and train a byte-level GPT on 2 CPU ranks; ends with what
 	$(BIN)/topt plan $(DEMO)
 	$(BIN)/topt train $(DEMO)
 
-test: $(STAMP) ## Run the whole test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(STAMP) ## Run the whole test suite, in as many processes as there are cores, at most 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning_topt.communication.node.memory import SharedMemoryNodeExchange
 from lightning_topt.communication.node.page import LocalPeerLost, process_start
 from tests.launch import run_ranks
+from tests.shared_memory import shared_files
 
 
 def survive(rank: int, store: str, direct: bool, polls: bool, publishes: bool, queue: SimpleQueue) -> None:
@@ -43,7 +44,7 @@ def survive(rank: int, store: str, direct: bool, polls: bool, publishes: bool, q
 @pytest.mark.parametrize(("direct", "polls"), [(True, False), (True, True), (False, False)])
 def test_a_killed_rank_is_named_and_leaves_nothing(tmp_path: Path, direct: bool, polls: bool, publishes: bool) -> None:
     """Whether it dies before the others can read what it sent, or before it sends."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
     arguments = (str(tmp_path / "store"), direct, polls, publishes, queue)
@@ -59,7 +60,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing(tmp_path: Path, direct: bool,
     for process in ranks:
         process.join()
     assert ranks[1].exitcode == -signal.SIGKILL
-    assert set(os.listdir("/dev/shm")) == before
+    assert shared_files() <= before
 
 
 def late(rank: int) -> tuple[int, str]:

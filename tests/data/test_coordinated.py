@@ -32,6 +32,7 @@ from tests.data.jobs import (
     wait_for_end,
     wait_until,
 )
+from tests.shared_memory import shared_files
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs Linux")
 Pair = namedtuple("Pair", "left right")
@@ -40,9 +41,9 @@ Pair = namedtuple("Pair", "left right")
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path):
     """No file, socket, shared memory or process of the package after any test."""
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_files()
     yield
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert shared_files() <= shared
     assert not (tmp_path / "meet").exists()
     wait_until(lambda: loader_of(Samples(), tmp_path / "meet")._address[1:] not in Path("/proc/net/unix").read_text())
     gc.collect()  # frames of expected exceptions hold batches

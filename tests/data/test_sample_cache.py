@@ -20,6 +20,7 @@ import torch
 from lightning_topt.data.cache.memory_file import MemoryUnavailable, available_bytes, open_shared
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of
+from tests.shared_memory import shared_files
 
 ITEMS = 50
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
@@ -115,7 +116,7 @@ def _fill_and_hang(tmp_path, filled):
 
 
 def test_nothing_is_left_in_shared_memory_by_a_killed_job(tmp_path):
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     filled = FORK.Event()
     job = FORK.Process(target=_fill_and_hang, args=(tmp_path, filled))
     job.start()
@@ -124,7 +125,7 @@ def test_nothing_is_left_in_shared_memory_by_a_killed_job(tmp_path):
     assert os.path.exists(f"/proc/{link[0]}/fd/{link[1]}")
     os.kill(job.pid, signal.SIGKILL)
     job.join()
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_files() <= before
     cache = make(tmp_path, disk=0)  # the registry names a dead process
     assert epoch(cache) == list(range(ITEMS))
 

@@ -229,6 +229,14 @@ def test_what_a_batch_stores_is_ready_to_be_read_in_place(cache):
         assert (offsets > 0).tolist() == [item < 6 for item in range(ITEMS)] and not unknown.any()
 
 
+def test_batches_are_on_the_cpu_whatever_the_default_device(cache):
+    samples, items = Samples(), list(range(ITEMS))
+    batches = filled(cache, samples)
+    with torch.device("meta"):
+        fresh, ready = (batches.__getitems__(items).batch for _ in range(2))
+    assert equal(fresh, expected(samples, items)) and equal(ready, expected(samples, items))
+
+
 def test_a_kernel_that_cannot_map_ahead(cache, monkeypatch):
     monkeypatch.setattr(mapped_entries, "_MADV_POPULATE_READ", 4711)
     samples = Samples()

@@ -33,7 +33,7 @@ class BatchMemory:
         """Like `torch.empty`, on the CPU; a large one cannot be resized."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if nbytes < LEAST_BYTES:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         with self._lock:  # until the tensor holds the block
             return torch.from_numpy(self._free_block(nbytes)).view(dtype).view(shape)
 

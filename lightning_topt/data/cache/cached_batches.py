@@ -232,14 +232,14 @@ def _empty(size: int, nbytes: int) -> Tensor:
     if get_worker_info() is None:
         return MEMORY.empty((size, nbytes), torch.uint8)
     storage = torch.UntypedStorage._new_shared(size * nbytes)  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size, nbytes))  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (size, nbytes))  # type: ignore[call-overload, no-any-return]
 
 
 def _typed(rows: Tensor, spec: Spec) -> Tensor:
     """Rows of bytes as what they are."""
     dtype, shape = _dtype(spec), _shape(spec)
     if not rows.numel():
-        return torch.empty((len(rows), *shape), dtype=dtype)
+        return torch.empty((len(rows), *shape), dtype=dtype, device="cpu")
     typed = rows.view(dtype)
     return typed if len(shape) == 1 else typed.view(len(rows), *shape)
 

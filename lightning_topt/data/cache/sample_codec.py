@@ -320,7 +320,7 @@ def _build_leaf(kind: str, spec: Spec, take: Callable[[], memoryview]) -> Any:
     data = take()
     if kind == "tensor":
         if not len(data):
-            return torch.empty(spec[2], dtype=TORCH_DTYPES[spec[1]])
+            return torch.empty(spec[2], dtype=TORCH_DTYPES[spec[1]], device="cpu")
         return torch.frombuffer(data, dtype=TORCH_DTYPES[spec[1]]).view(spec[2])
     if kind in ("array", "scalar"):
         array = np.frombuffer(data, dtype=spec[1]).reshape(spec[2])

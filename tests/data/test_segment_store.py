@@ -105,8 +105,9 @@ def test_a_file_that_was_cut_off(folder, size):
         assert store.write(item, [payload(item)]) and content(store, item) == payload(item)
 
 
-def _write_for_ever(folder, seed):
+def _write_for_ever(folder, seed, begins):
     store, rng = open_store(folder), random.Random(seed)
+    begins.set()
     while True:
         for item in rng.sample(range(ITEMS), ITEMS):
             store.write(item, [payload(item)])
@@ -118,10 +119,12 @@ def test_writers_killed_at_random_moments(folder):
     """The next ones find no wrong sample, wait for no lock, and can store everything; places do not leak."""
     rng, found = random.Random(0), 0
     for seed in range(25):
-        writers = [FORK.Process(target=_write_for_ever, args=(folder, seed + 100 * i)) for i in range(2)]
+        begin = [FORK.Event() for _ in range(2)]
+        writers = [FORK.Process(target=_write_for_ever, args=(folder, seed + 100 * i, begin[i])) for i in range(2)]
         for writer in writers:
             writer.start()
-        time.sleep(0.005 + rng.random() * 0.02)
+        assert all(begins.wait(30) for begins in begin)
+        time.sleep(rng.random() * 0.02)
         for writer in writers:
             os.kill(writer.pid, signal.SIGKILL)
             writer.join()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -11,27 +13,37 @@ FOLDER = Path("/dev/shm")
 
 
 def shared_files() -> set[str]:
-    """Names of the files there, without those that only processes hold which this one has not started: other tests' ones."""
+    """Names of the files there, without those that only others hold: tests run beside each other.
+
+    Not others are this process and those that it started, also the ones that live on without a parent.
+    """
     names = set(os.listdir(FOLDER))
-    if not names:
-        return names
-    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    held: dict[str, set[int]] = {}
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            for name in _held(process):
-                held.setdefault(name, set()).add(int(process.name))
+    own, others = set(), set()
+    for process in psutil.process_iter() if names else ():
+        (own if _is_own(process) else others).update(_held(process.pid))
     there = set(os.listdir(FOLDER))  # some are gone before their holders were looked at
-    return {name for name in names & there if name not in held or held[name] & own}
+    return (names & there) - (others - own)
 
 
-def _held(process: Path) -> set[str]:
-    """Those that a process has open or mapped; none where it has ended."""
-    paths: list[str] = []
+def _is_own(process: psutil.Process) -> bool:
     try:
-        for descriptor in (process / "fd").iterdir():
-            paths.append(os.readlink(descriptor))
+        parents = [parent.pid for parent in process.parents()]
+    except psutil.Error:  # it has ended
+        return False
+    return parents[:1] == [1] or os.getpid() in (process.pid, *parents)
+
+
+def _held(pid: int) -> set[str]:
+    """The files that a process has open or mapped; none where it has ended."""
+    process, paths = Path("/proc", str(pid)), []
+    with contextlib.suppress(OSError):
+        paths += opened(process)
         paths += [line.split(maxsplit=5)[-1].strip() for line in (process / "maps").read_text().splitlines()]
-    except OSError:
-        pass
     return {Path(path).name for path in paths if path.startswith(f"{FOLDER}/")}
+
+
+def opened(process: Path) -> Iterator[str]:
+    """What the descriptors of a process (its folder in /proc) are. Raises OSError where it has ended."""
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            yield os.readlink(descriptor)

@@ -21,6 +21,7 @@ import torch
 
 from lightning_topt.data.coordinated.loader import CoordinatedLoader
 from lightning_topt.data.coordinated.worker import Preparation
+from tests.shared_memory import opened
 
 CONTEXT = mp.get_context("fork")
 NUM_SAMPLES, BATCH_SIZE, SEED = 24, 2, 7
@@ -182,16 +183,20 @@ def kept(pid: int) -> list[int]:
     return sizes
 
 
-def coordinators() -> list[int]:
-    """Running coordinators."""
+def coordinator_at(directory: Path) -> int:
+    """The coordinator of the jobs that meet there; raises ValueError where there is not one."""
+    address = loader_of(Samples(), directory)._address[1:]
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    links = {f"socket:[{words[6]}]" for words in sockets if words[7:] == [f"@{address}"]}
     found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            if "lightning_topt.data.coordinated.coordinator" in Path(f"/proc/{pid}/cmdline").read_text():
-                found.append(int(pid))
+            if "lightning_topt.data.coordinated.coordinator" in (process / "cmdline").read_text():
+                found += [int(process.name)] if links & set(opened(process)) else []
         except OSError:
             continue
-    return found
+    (coordinator,) = found
+    return coordinator
 
 
 def wait_until(condition: Any, *, seconds: float = 30) -> None:

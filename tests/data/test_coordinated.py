@@ -23,7 +23,7 @@ from tests.data.jobs import (
     Job,
     Samples,
     Shuffled,
-    coordinators,
+    coordinator_at,
     digest,
     expected,
     kept,
@@ -147,7 +147,7 @@ def test_without_the_coordinator_jobs_go_on_alone_warn_once_and_meet_again_in_th
     logs = [tmp_path / "a", tmp_path / "b"]
     jobs = [start(job={"barrier": barrier, "epochs": 3, "seconds": 0.03, "log": log}) for log in logs]
     wait_until(lambda: all(lines(log) and lines(log)[0] >= 2 for log in logs))
-    (coordinator,) = coordinators()
+    coordinator = coordinator_at(tmp_path / "meet")
     os.kill(coordinator, signal.SIGKILL)
     for result in [job.result() for job in jobs]:
         assert result.batches == expected(3)
@@ -158,7 +158,7 @@ def test_without_the_coordinator_jobs_go_on_alone_warn_once_and_meet_again_in_th
 def test_a_coordinator_that_does_not_answer_is_given_up(start, tmp_path):
     job = start(job={"seconds": 0.03, "log": tmp_path / "got"}, timeout_seconds=0.5)
     wait_until(lambda: lines(tmp_path / "got"))
-    (coordinator,) = coordinators()
+    coordinator = coordinator_at(tmp_path / "meet")
     os.kill(coordinator, signal.SIGSTOP)
     try:
         result = job.result()

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import functools
 import http.client
-import http.server
 import importlib.util
 import io
-import socketserver
+import os
+import socket
 import sysconfig
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,29 +164,30 @@ class HttpFiles(LocalFiles):
         return data
 
 
-class _Handler(http.server.SimpleHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # keeps connections open
-    disable_nagle_algorithm = True  # else a small file waits 40 ms for its header to be acknowledged
-    requests = 0
-
-    def do_GET(self) -> None:
-        if self.path == "/requests":
-            body = str(type(self).requests).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-            return
-        type(self).requests += 1
-        super().do_GET()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+def serve(folder: Path, host: str, port: int) -> None:
+    """Files at as little cost as can be: the server stands for another machine, but takes this one's cores."""
+    server, asked = socket.create_server((host, port), backlog=128), list[str]()
+    while True:
+        connection, _ = server.accept()
+        threading.Thread(target=_answer, args=(connection, folder, asked), daemon=True).start()
 
 
-class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
+def _answer(connection: socket.socket, folder: Path, asked: list[str]) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a small file waits 40 ms for its header
+    with connection, connection.makefile("rb") as lines:
+        while request := lines.readline():
+            while lines.readline().strip():
+                pass
+            name = request.split()[1].decode().lstrip("/")
+            if name == "requests":
+                body = str(len(asked)).encode()
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                continue
+            asked.append(name)
+            with (folder / name).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size, socket.MSG_MORE)
+                connection.sendfile(file)
 
 
 def requests_of(address: tuple[str, int]) -> int:
@@ -202,8 +204,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
-    handler = functools.partial(_Handler, directory=str(options.folder))
-    _Server((options.host, options.port), handler).serve_forever()
+    serve(options.folder, options.host, options.port)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,12 @@ def nothing_is_left(tmp_path):
     assert kept(os.getpid()) == []
 
 
+def has_got(log, number):
+    """Whether a job has said that it got so many batches; it may be writing at the moment."""
+    said = lines(log)
+    return bool(said) and said[0] >= number
+
+
 @pytest.fixture
 def start(tmp_path):
     """Starts jobs that meet in one directory, and ends them."""
@@ -119,7 +125,7 @@ def test_a_killed_job_takes_its_workers_with_it(tmp_path, start, whole):
 
 def test_jobs_that_come_late_or_are_slow_get_everything(tmp_path, start):
     first = start(job={"seconds": 0.02, "log": tmp_path / "got"})
-    wait_until(lambda: lines(tmp_path / "got") and lines(tmp_path / "got")[0] >= 3)
+    wait_until(lambda: has_got(tmp_path / "got", 3))
     logs = [tmp_path / "late", tmp_path / "slow"]
     others = [start(Samples(logs[0])), start(Samples(logs[1]), job={"seconds": 0.05})]
     for job in (first, *others):
@@ -146,7 +152,7 @@ def test_without_the_coordinator_jobs_go_on_alone_warn_once_and_meet_again_in_th
     barrier = CONTEXT.Barrier(2)
     logs = [tmp_path / "a", tmp_path / "b"]
     jobs = [start(job={"barrier": barrier, "epochs": 3, "seconds": 0.03, "log": log}) for log in logs]
-    wait_until(lambda: all(lines(log) and lines(log)[0] >= 2 for log in logs))
+    wait_until(lambda: all(has_got(log, 2) for log in logs))
     coordinator = coordinator_at(tmp_path / "meet")
     os.kill(coordinator, signal.SIGKILL)
     for result in [job.result() for job in jobs]:

@@ -179,7 +179,7 @@ def full_memory(folder: Path) -> str:
     process.join()
     expected = ["the memory cache cannot be mapped", "no more samples are stored in the memory cache"]
     assert read == ITEMS - held and 0 < held < ITEMS and warned == expected, (read, held, warned)
-    return f"{held} of {ITEMS} held, the rest read from the source, one warning"
+    return f"{held} of {ITEMS} held, the rest read from the source, two warnings"
 
 
 def nothing_left(folder: Path) -> str:

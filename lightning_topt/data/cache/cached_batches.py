@@ -140,7 +140,7 @@ class BatchRows:
         self.known, self.size = known, size
         self.rows = [_empty(size, leaf.nbytes) for leaf in known.leaves]
 
-    # What mapped memory has needs none of these.
+    # Made where they are needed: where mapped memory has all entries that is the first only.
     @cached_property
     def _bytes(self) -> list[Bytes]:
         return [rows.numpy() for rows in self.rows]

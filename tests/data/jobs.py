@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import pickle
 import random
-import select
 import signal
 import time
 import traceback
@@ -197,29 +196,6 @@ def coordinator_at(directory: Path) -> int:
             continue
     (coordinator,) = found
     return coordinator
-
-
-def wait_until(condition: Any, *, seconds: float = 30) -> None:
-    """For what other processes do; raises TimeoutError."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("what the test waits for did not happen")
-        time.sleep(0.01)
-
-
-def wait_for_end(pid: int, *, seconds: float = 20) -> bool:
-    """Whether a process that is not our child ended in time."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
-    finally:
-        os.close(descriptor)
 
 
 def lines(path: Path) -> list[int]:

@@ -29,9 +29,8 @@ from tests.data.jobs import (
     kept,
     lines,
     loader_of,
-    wait_for_end,
-    wait_until,
 )
+from tests.processes import halt, wait_for_end, wait_until
 from tests.shared_memory import shared_files
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs Linux")
@@ -140,7 +139,7 @@ def test_a_slow_job_does_not_hold_up_the_others_nor_take_more_memory_than_agreed
     slow = start(job={"barrier": barrier, "log": got, "seconds": 0.01}, memory_bytes=memory)
     fast = start(Samples(log), job={"barrier": barrier, "epochs": 3}, memory_bytes=1 << 20)
     wait_until(lambda: lines(got))
-    os.kill(slow.process.pid, signal.SIGSTOP)  # its worker goes on
+    halt(slow.process.pid, signal.SIGSTOP)  # its worker goes on
     result = fast.result()
     os.kill(slow.process.pid, signal.SIGCONT)
     assert result.batches == expected(3) and slow.result().batches == expected()
@@ -154,7 +153,7 @@ def test_without_the_coordinator_jobs_go_on_alone_warn_once_and_meet_again_in_th
     jobs = [start(job={"barrier": barrier, "epochs": 3, "seconds": 0.03, "log": log}) for log in logs]
     wait_until(lambda: all(has_got(log, 2) for log in logs))
     coordinator = coordinator_at(tmp_path / "meet")
-    os.kill(coordinator, signal.SIGKILL)
+    halt(coordinator, signal.SIGKILL)
     for result in [job.result() for job in jobs]:
         assert result.batches == expected(3)
         assert len(result.warned) == 1 and "without the other jobs" in result.warned[0]
@@ -165,7 +164,7 @@ def test_a_coordinator_that_does_not_answer_is_given_up(start, tmp_path):
     job = start(job={"seconds": 0.03, "log": tmp_path / "got"}, timeout_seconds=0.5)
     wait_until(lambda: lines(tmp_path / "got"))
     coordinator = coordinator_at(tmp_path / "meet")
-    os.kill(coordinator, signal.SIGSTOP)
+    halt(coordinator, signal.SIGSTOP)
     try:
         result = job.result()
     finally:

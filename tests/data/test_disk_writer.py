@@ -16,6 +16,7 @@ from lightning_topt.communication.node.page import process_start
 from lightning_topt.data.cache import disk_writer
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of
+from tests.processes import wait_until
 
 ITEMS = 40
 
@@ -56,13 +57,6 @@ def on_disk(folder) -> list[int]:
     return [item for item, entry in entries.items() if entry is not None]
 
 
-def wait_for(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_everything_is_on_disk_after_close(tmp_path):
     cache = make(tmp_path)
     fill(cache)
@@ -75,7 +69,7 @@ def test_everything_is_on_disk_after_close(tmp_path):
 def test_it_copies_while_the_job_runs(tmp_path):
     cache = make(tmp_path)
     fill(cache)
-    wait_for(lambda: cache.statistics().disk_items == ITEMS)
+    wait_until(lambda: cache.statistics().disk_items == ITEMS)
     assert os.sched_getscheduler(cache._writer.process.pid) == os.SCHED_IDLE
     cache.close()
 
@@ -101,7 +95,7 @@ def test_workers_only_claim_and_do_not_keep_it_alive(tmp_path):
         time.sleep(60)
         os._exit(0)
     fill(twin, range(10, ITEMS))
-    wait_for(lambda: cache.statistics().memory_items == ITEMS)
+    wait_until(lambda: cache.statistics().memory_items == ITEMS)
     start = time.monotonic()
     cache.close()  # while the child lives
     assert time.monotonic() - start < 20
@@ -114,10 +108,10 @@ def test_workers_only_claim_and_do_not_keep_it_alive(tmp_path):
 def test_of_two_one_copies_and_the_other_takes_over(tmp_path):
     one, two = make(tmp_path), make(tmp_path)
     fill(one, range(10))
-    wait_for(lambda: two.statistics().disk_items == 10)
+    wait_until(lambda: two.statistics().disk_items == 10)
     one.close()
     fill(two, range(10, ITEMS))
-    wait_for(lambda: two.statistics().disk_items == ITEMS)
+    wait_until(lambda: two.statistics().disk_items == ITEMS)
     two.close()
     assert on_disk(tmp_path) == list(range(ITEMS))
 
@@ -137,7 +131,7 @@ def test_it_finishes_after_its_parent_was_killed_and_then_ends(tmp_path):
     run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False)
     assert run.returncode == -signal.SIGKILL, run.stderr
     pid = int(run.stdout)
-    wait_for(lambda: not process_start(pid))
+    wait_until(lambda: not process_start(pid))
     assert on_disk(tmp_path) == list(range(ITEMS))
 
 
@@ -158,7 +152,7 @@ def test_when_it_is_killed_samples_are_missing_on_disk_and_written_by_the_next_r
 def test_it_imports_no_torch(tmp_path):
     cache = make(tmp_path)
     fill(cache)
-    wait_for(lambda: cache.statistics().disk_items == ITEMS)
+    wait_until(lambda: cache.statistics().disk_items == ITEMS)
     with open(f"/proc/{cache._writer.process.pid}/maps") as maps:
         assert "libtorch" not in maps.read()
     cache.close()

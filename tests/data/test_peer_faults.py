@@ -17,6 +17,7 @@ from lightning_topt.data.peers import link as peer_link
 from lightning_topt.data.peers.channel import PeerError, PeerLost, connect
 from lightning_topt.data.peers.protocol import ENTRY, GET, MAGIC, OFFER, REQUEST, introduce, run_key
 from tests.data.test_peers import HERE, ITEMS, SECRET, client, fill, nodes, owned, payload, plain
+from tests.processes import halt, wait_until
 
 KEY = run_key(SECRET, fingerprint="f", num_items=ITEMS)
 THEIRS = owned(1, num_nodes=2)
@@ -25,13 +26,6 @@ __all__ = ["nodes"]  # the fixture
 
 def soon():
     return time.monotonic() + 10
-
-
-def until(condition):
-    end = soon()
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -97,7 +91,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_asked(pair):
 
     with listening(reflect) as address, pytest.warns(UserWarning, match="does not know the run's secret"):
         assert client([pair[0], address]).fetch(THEIRS[:3]) == [None] * 3
-        until(lambda: heard)
+        wait_until(lambda: heard)
     assert heard == [b""]
 
 
@@ -115,7 +109,7 @@ def test_short_secrets_are_none():
 def test_a_killed_owner_is_left_alone_and_asked_again_when_it_is_back(pair, monkeypatch):
     peers, port = client(pair, retry_seconds=3600), pair[1].server.address[1]
     assert plain(peers.fetch(THEIRS[:2])) == [payload(item) for item in THEIRS[:2]]
-    os.kill(pair[1].server.process.pid, signal.SIGKILL)
+    halt(pair[1].server.process.pid, signal.SIGKILL)
     pair[1].server.process.wait(10)
     with pytest.warns(UserWarning, match="node 1"):
         assert peers.fetch(THEIRS) == [None] * len(THEIRS)
@@ -128,7 +122,7 @@ def test_a_killed_owner_is_left_alone_and_asked_again_when_it_is_back(pair, monk
     pair[1].serve(port=port)
     link = peers._link(1)
     link._retry_at, link.retry_seconds = time.monotonic(), 0.05
-    until(lambda: is_well(peers))
+    wait_until(lambda: is_well(peers))
     assert not link.is_down
 
 
@@ -150,7 +144,7 @@ def test_a_stopped_owner_takes_no_other_with_it_and_is_not_waited_for_again(node
     fill(trio[1], first)
     peers = client(trio, timeout_seconds=0.5, retry_seconds=3600)
     assert plain(peers.fetch(first)) == [payload(item) if item % 3 < 2 else None for item in first]
-    os.kill(trio[1].server.process.pid, signal.SIGSTOP)
+    halt(trio[1].server.process.pid, signal.SIGSTOP)
     try:
         with pytest.warns(UserWarning, match=r"node 1 .* no answer in time"):
             entries = peers.fetch([*first, *other])

@@ -15,6 +15,7 @@ from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.loading.lookahead import Lookahead, can_look_ahead
 from lightning_topt.data.loading.resumable import ResumableLoader
 from lightning_topt.data.peers.prefetch import PrefetchingPeers
+from tests.processes import wait_until
 
 SECONDS = 5  # for what happens in a thread
 
@@ -54,13 +55,6 @@ class Others:
         self.may_answer.set()
 
 
-def until(condition):
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 @pytest.fixture
 def others():
     return Others()
@@ -76,7 +70,7 @@ def peers(others):
 def test_what_was_announced_is_there(others, peers):
     peers.expect([1, 2, 3, 5])
     peers.expect([7, 9])
-    until(lambda: len(others.asked) == 2)
+    wait_until(lambda: len(others.asked) == 2)
     assert others.asked == [(False, [1, 3, 5]), (False, [7, 9])]
     assert peers.fetch([1, 3, 5]) == [b"0001", b"0003", None]
     assert peers.fetch([9, 7, 11]) == [b"0009", b"0007", b"0011"]
@@ -87,7 +81,7 @@ def test_what_was_announced_is_there(others, peers):
 def test_a_batch_on_its_way_is_waited_for(others, peers):
     others.may_answer.clear()
     peers.expect([1])
-    until(lambda: others.asked)
+    wait_until(lambda: others.asked)
     threading.Timer(0.05, others.may_answer.set).start()
     assert peers.fetch([1]) == [b"0001"]
     assert others.asked == [(False, [1])]
@@ -97,7 +91,7 @@ def test_a_batch_whose_turn_has_not_come_is_fetched_at_once(others, peers):
     others.may_answer.clear()
     peers.expect([1])
     peers.expect([3])
-    until(lambda: others.asked)
+    wait_until(lambda: others.asked)
     threading.Timer(0.05, others.may_answer.set).start()
     assert peers.fetch([3]) == [b"0003"]
     assert (True, [3]) in others.asked
@@ -107,11 +101,11 @@ def test_no_more_than_its_bytes_waits(others):
     peers = PrefetchingPeers(others, ahead_bytes=8)
     for item in (1, 3, 7, 9, 11, 13):
         peers.expect([item])
-    until(lambda: len(others.asked) == 2)
+    wait_until(lambda: len(others.asked) == 2)
     time.sleep(0.02)
     assert len(others.asked) == 2
     assert peers.fetch([1]) == [b"0001"]
-    until(lambda: len(others.asked) == 3)
+    wait_until(lambda: len(others.asked) == 3)
     peers.close()
 
 
@@ -119,16 +113,16 @@ def test_what_nobody_asked_for_is_dropped_when_later_ones_are_asked_for(others):
     peers = PrefetchingPeers(others, ahead_bytes=8)
     for item in (1, 3, 7, 9):
         peers.expect([item])
-    until(lambda: len(others.asked) == 2)
+    wait_until(lambda: len(others.asked) == 2)
     assert peers.fetch([3]) == [b"0003"]
-    until(lambda: len(others.asked) == 4)  # the bytes of 1 count no more
+    wait_until(lambda: len(others.asked) == 4)  # the bytes of 1 count no more
     assert peers.fetch([1]) == [b"0001"] and others.asked[-1] == (True, [1])
     peers.close()
 
 
 def test_an_item_twice(others, peers):
     peers.expect([1, 1])
-    until(lambda: others.asked)
+    wait_until(lambda: others.asked)
     assert peers.fetch([1, 1]) == [b"0001", b"0001"]
     first, second = peers.fetch([3, 3])
     assert first is not second  # each the caller's own
@@ -138,25 +132,25 @@ def test_a_thread_that_fails_leaves_the_work_to_those_who_ask(others, peers, mon
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     others.fails = True
     peers.expect([1])
-    until(lambda: others.asked)
+    wait_until(lambda: others.asked)
     others.fails = False
     assert peers.fetch([1]) == [b"0001"]
 
 
 def test_forgotten_closed_and_begun_again(others, peers):
     peers.expect([1])
-    until(lambda: others.asked)
+    wait_until(lambda: others.asked)
     peers.forget()
     assert peers.fetch([1]) == [b"0001"] and len(others.asked) == 2
     peers.close()
     peers.expect([3])
-    until(lambda: len(others.asked) == 3)
+    wait_until(lambda: len(others.asked) == 3)
     assert peers.fetch([3]) == [b"0003"] and peers.prefetched == 1
 
 
 def test_another_process_fetches_for_itself(others, peers):
     peers.expect([1])
-    until(lambda: others.asked)
+    wait_until(lambda: others.asked)
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -222,7 +216,7 @@ def test_indices_are_followed_to_their_items(tmp_path, others):
     whole = ConcatDataset([first, Subset(second, [7, 6, 3])])
     order = Lookahead(whole, batches=1).over(iter([[0, 1, 4], [5, 6], [2]]))
     assert next(order) == [0, 1, 4]
-    until(lambda: of_first.asked and len(of_second.asked) == 2)
+    wait_until(lambda: of_first.asked and len(of_second.asked) == 2)
     assert of_first.asked == [(False, [1])] and of_second.asked == [(False, [7]), (False, [3])]
     assert list(order) == [[5, 6], [2]]
     for dataset in (first, second):

@@ -26,8 +26,9 @@ from lightning_topt.data.peers.channel import PeerError, connect, own_address
 from lightning_topt.data.peers.client import Peers
 from lightning_topt.data.peers.protocol import ENTRY, MAGIC, OFFER, REQUEST, PeerLimits
 from lightning_topt.data.peers.server import PeerServer
-from tests.data.test_peer_faults import THEIRS, friend, hung_up, is_well, pair, soon, until
+from tests.data.test_peer_faults import THEIRS, friend, hung_up, is_well, pair, soon
 from tests.data.test_peers import HERE, ITEMS, SECRET, Node, client, nodes, payload, plain
+from tests.processes import halt, wait_until
 
 FORK = multiprocessing.get_context("fork")
 __all__ = ["nodes", "pair"]  # fixtures
@@ -73,7 +74,7 @@ def test_no_more_connections_than_allowed(pair):
         each.close()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the server has perhaps not noticed yet
-        until(lambda: is_well(client(pair)))
+        wait_until(lambda: is_well(client(pair)))
 
 
 def test_many_that_come_at_once_are_all_served(nodes):
@@ -192,7 +193,7 @@ def test_it_ends_with_the_process_that_started_it(tmp_path, closes):
     assert not has_ended(server)
     os.kill(parent.pid, signal.SIGKILL)
     parent.join()
-    until(lambda: has_ended(server))
+    wait_until(lambda: has_ended(server))
     assert not has_ended(worker)
     os.kill(worker, signal.SIGKILL)
 
@@ -211,7 +212,7 @@ def test_a_forked_process_neither_ends_it_nor_keeps_it(pair):
 
 def test_it_ends_although_it_hangs_when_it_is_closed(pair, monkeypatch):
     monkeypatch.setattr("lightning_topt.data.peers.server.END_SECONDS", 0.1)
-    os.kill(pair[1].server.process.pid, signal.SIGSTOP)
+    halt(pair[1].server.process.pid, signal.SIGSTOP)
     pair[1].server.close()
     pair[1].server.close()
     assert not pair[1].server.is_alive

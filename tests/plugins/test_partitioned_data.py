@@ -19,6 +19,7 @@ from lightning_topt.plugins.cache_partition import CachePartition
 from lightning_topt.plugins.cached_data import CachedDataModule
 from tests.launch import run_ranks
 from tests.plugins.test_cached_data import ITEMS, Model, Module, Numbers, Plain
+from tests.processes import halt
 
 EPOCHS, BATCH = 3, 2
 QUICK = CachePartition(timeout_seconds=5, seed=1)
@@ -182,7 +183,7 @@ class Ends(pl.Callback):
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1:
             if self.node == 1:
-                os.kill(trainer.datamodule._joined[0].server.process.pid, self.sign)
+                halt(trainer.datamodule._joined[0].server.process.pid, self.sign)
             dist.barrier()
 
 

@@ -197,7 +197,7 @@ def test_bad_input():
 
 
 def dies(rank: int, shape: tuple[int, int], dead: int, folder: str) -> None:
-    peers.GRACE_SECONDS, peers.POLL_SECONDS = 1.5, 0.1
+    peers.GRACE_SECONDS, peers.POLL_SECONDS = 4.0, 0.1
     ddp, exchange = wrap(ExchangeOptions(density=0.05, timeout_seconds=20), topology=Topology(*shape, rank))
     for step, _ in enumerate(train(ddp, rank=rank, steps=range(3))):
         if step == 1 and rank == dead:

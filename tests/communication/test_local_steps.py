@@ -269,7 +269,7 @@ def test_nan_is_named_on_all_ranks_and_nothing_changes():
 
 
 def _leaves(rank):
-    local_steps.GRACE_SECONDS = 1.0
+    local_steps.GRACE_SECONDS = 4.0
     parameters = _initial(seed=0)
     local = LocalSteps(parameters.items(), every=2, timeout_seconds=60)
     for step in range(2):

@@ -93,7 +93,7 @@ def test_a_job_alone_gets_the_same_bits(tmp_path, start):
         assert [[digest(batch) for batch in unsupported]] == expected()
 
 
-@pytest.mark.parametrize(("number", "timeout_seconds"), [(signal.SIGKILL, 30), (signal.SIGSTOP, 0.5)])
+@pytest.mark.parametrize(("number", "timeout_seconds"), [(signal.SIGKILL, 30), (signal.SIGSTOP, 3)])
 def test_what_a_killed_or_stopped_job_had_claimed_is_prepared_by_others(tmp_path, start, number, timeout_seconds):
     logs = [tmp_path / f"log{number}" for number in range(3)]
     victim = start(Samples(logs[0], hang_at=0), timeout_seconds=timeout_seconds)

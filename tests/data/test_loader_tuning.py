@@ -23,6 +23,7 @@ from lightning_topt.data.loading.tuning import (
     tune_loader,
 )
 from lightning_topt.data.stalls.loop import LoopTimes
+from tests.clock import Clock
 
 
 class Trials:
@@ -200,17 +201,6 @@ def test_random_states_are_as_before(made_up):
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     tune_loader(DataLoader(Items(), 4), num_workers="auto", prefetch_factor="auto", **NUMBERS)
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-
-
-class Clock:
-    """In place of the module `time`."""
-
-    now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    process_time = perf_counter
 
 
 @pytest.mark.parametrize(("batch_size", "size"), [(64, 8), (5, 5), (1, 1)])

@@ -30,7 +30,7 @@ def soon():
 
 @pytest.fixture
 def pair(nodes):
-    made = nodes(2, proof_seconds=1, strangers=4, connections=8)
+    made = nodes(2, proof_seconds=3, strangers=4, connections=8)
     for item in THEIRS:
         made[1].memory.write(item, [payload(item)])
     return made
@@ -142,7 +142,7 @@ def test_a_stopped_owner_takes_no_other_with_it_and_is_not_waited_for_again(node
     large = np.random.default_rng(0).bytes(4 << 20)
     assert all(trio[2].memory.write(item, [large]) for item in other)
     fill(trio[1], first)
-    peers = client(trio, timeout_seconds=0.5, retry_seconds=3600)
+    peers = client(trio, timeout_seconds=2, retry_seconds=3600)
     assert plain(peers.fetch(first)) == [payload(item) if item % 3 < 2 else None for item in first]
     halt(trio[1].server.process.pid, signal.SIGSTOP)
     try:
@@ -161,14 +161,14 @@ def test_an_owner_that_hangs_when_it_is_called_takes_no_other_with_it(nodes):
         trio[2].memory.write(item, [payload(item)])
     silent = socket.create_server((HERE, 0))  # the kernel accepts, nobody speaks
     with silent, pytest.warns(UserWarning, match="no answer in time"):
-        peers = client([trio[0], silent.getsockname(), trio[2]], timeout_seconds=0.5)
+        peers = client([trio[0], silent.getsockname(), trio[2]], timeout_seconds=2)
         entries = peers.fetch(owned(1, num_nodes=3)[:1] + owned(2, num_nodes=3))
     assert plain(entries) == [None] + [payload(item) for item in owned(2, num_nodes=3)]
 
 
 def test_what_cannot_be_given_away_is_dropped(pair):
     silent = socket.create_server((HERE, 0))
-    peers = client([pair[0], silent.getsockname()], timeout_seconds=0.5, queue_bytes=10_000)
+    peers = client([pair[0], silent.getsockname()], timeout_seconds=2, queue_bytes=10_000)
     with silent, pytest.warns(UserWarning) as caught:
         for item in THEIRS:
             peers.push(item, [bytes(1000)])

@@ -24,20 +24,8 @@ from lightning_topt.data.stalls.measurement import MeasurementOptions, contentio
 from lightning_topt.data.stalls.probes import SampleProbe, fit_link, probe_samples, probe_source, read_rate
 from lightning_topt.data.stalls.report import advice, format_bytes, format_seconds, print_report, save_png
 from lightning_topt.plugins.measured_cache import MeasuredCache
+from tests.clock import Clock
 from tests.data.test_stall_model import COSTS
-
-
-class Clock:
-    """In place of the module `time`: goes on only when told."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def process_time(self) -> float:
-        return self.now / 4
 
 
 class Source(Dataset[Any]):
@@ -58,7 +46,7 @@ class Source(Dataset[Any]):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(busy=0.25)
     monkeypatch.setattr(stall_loop, "time", clock)
     return clock
 

@@ -193,7 +193,7 @@ def fit_while_a_server_ends(node, devices, nodes, folder, options, sign):
 
 @pytest.mark.parametrize("sign, prefetch_batches", [(signal.SIGKILL, 0), (signal.SIGKILL, 2), (signal.SIGSTOP, 2)])
 def test_a_server_that_dies_or_hangs_costs_readings_of_the_source_and_nothing_else(tmp_path, sign, prefetch_batches):
-    partition = CachePartition(seed=1, timeout_seconds=0.2, retry_seconds=60, prefetch_batches=prefetch_batches)
+    partition = CachePartition(seed=1, timeout_seconds=2, retry_seconds=60, prefetch_batches=prefetch_batches)
     results = on_nodes(fit_while_a_server_ends, tmp_path, room(partition=partition), sign)
     plain = on_nodes(fit_without, tmp_path, in_batches)
     assert [result[0] for result in results] == [result[0] for result in plain]

@@ -18,17 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_topt.plugins import stall_monitor
 from lightning_topt.plugins.stall_monitor import StallMonitor
+from tests.clock import Clock
 from tests.plugins.trainer_ranks import make_trainer
 
 WAIT, STEP, VALIDATION = 3.0, 1.0, 1000.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -10,23 +9,32 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_topt.plugins import step_monitor
 from lightning_topt.plugins.step_monitor import StepMonitor
+from tests.clock import Clock
 
 MIB = 2**20
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 
 
-class Known(pl.LightningModule):
-    """Steps that sleep and allocate what they are told."""
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(step_monitor, "time", clock)
+    return clock
 
-    def __init__(self, step_seconds=0.01, first_seconds=0.1, step_bytes=0, val_bytes=0):
+
+class Known(pl.LightningModule):
+    """Steps that take a second, the first two a hundred, and allocate what they are told."""
+
+    def __init__(self, clock=None, *, step_bytes=0, val_bytes=0):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
-        self.step_seconds, self.first_seconds = step_seconds, first_seconds
+        self.clock = clock or Clock()
         self.step_bytes, self.val_bytes = step_bytes, val_bytes
 
     def training_step(self, batch, batch_idx):
-        time.sleep(self.first_seconds if self.global_step < 2 else self.step_seconds)
+        self.clock.now += 100 if self.global_step < 2 else 1
         torch.ones(self.step_bytes, dtype=torch.uint8)
         return self.layer(batch).mean()
 
@@ -48,21 +56,19 @@ def fit(module, *, warmup_steps=2, batches=12, **options):
     return monitor.measurement
 
 
-def test_median_leaves_out_the_first_steps():
-    measurement = fit(Known())
-    assert measurement.steps == 10
-    assert 0.01 <= measurement.median_step_seconds < 0.03
+def test_median_leaves_out_the_first_steps(clock):
+    measurement = fit(Known(clock), batches=4)
+    assert (measurement.steps, measurement.median_step_seconds) == (2, 1)
 
 
-def test_a_step_is_all_batches_of_an_accumulated_gradient():
-    measurement = fit(Known(), accumulate_grad_batches=3)
-    assert measurement.steps == 2
-    assert 0.03 <= measurement.median_step_seconds < 0.06
+def test_a_step_is_all_batches_of_an_accumulated_gradient(clock):
+    measurement = fit(Known(clock), accumulate_grad_batches=3)
+    assert (measurement.steps, measurement.median_step_seconds) == (2, 3)
 
 
 @linux
 def test_peak_is_that_of_training_steps_not_of_validation():
-    module = Known(step_seconds=0, first_seconds=0, step_bytes=64 * MIB, val_bytes=256 * MIB)
+    module = Known(step_bytes=64 * MIB, val_bytes=256 * MIB)
     measurement = fit(module, val_check_interval=4)
     (peak,) = measurement.peak_bytes_per_rank
     assert 60 * MIB < peak < 80 * MIB
@@ -70,7 +76,7 @@ def test_peak_is_that_of_training_steps_not_of_validation():
 
 @linux
 def test_too_short_a_run_has_a_peak_but_no_time():
-    measurement = fit(Known(step_seconds=0, first_seconds=0), warmup_steps=20)
+    measurement = fit(Known(), warmup_steps=20)
     assert (measurement.steps, measurement.median_step_seconds) == (0, None)
     (peak,) = measurement.peak_bytes_per_rank
     assert peak is not None and peak >= 0

@@ -51,12 +51,16 @@ def test_a_killed_rank_is_named_and_leaves_nothing(tmp_path: Path, direct: bool,
     ranks = [context.Process(target=survive, args=(rank, *arguments), daemon=True) for rank in range(3)]
     for process in ranks:
         process.start()
+    messages = []
     for _ in range(2):
         # Rank 1 stays a zombie until the others have seen that it is dead.
-        assert queue._reader.poll(30), "the others still wait"
+        assert queue._reader.poll(60), "the others still wait"
         lost, message = queue.get()
         assert lost == 1
-        assert f"process {ranks[1].pid}) has ended" in message
+        messages.append(message)
+    # The second may find that out itself, or hear it from the first.
+    news = [message for message in messages if "local rank 1 was given up by local rank" not in message]
+    assert news and all(f"process {ranks[1].pid}) has ended" in message for message in news)
     for process in ranks:
         process.join()
     assert ranks[1].exitcode == -signal.SIGKILL

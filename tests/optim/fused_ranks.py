@@ -72,11 +72,16 @@ class Fused:
     """A DDP module whose step becomes parallel as soon as its buckets are final."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, *optimizers: Optimizer, overlap: str = "", node: bool = False
+        self,
+        ddp: DistributedDataParallel,
+        *optimizers: Optimizer,
+        overlap: str = "",
+        node: bool = False,
+        timeout_seconds: float = 60,
     ) -> None:
         self.ddp, self.optimizers, self.overlap = ddp, optimizers, overlap
-        self.node = NodeRows(dist.group.WORLD, timeout_seconds=1) if node else None
-        self.exchange = ReduceScatterExchange(ddp, timeout_seconds=60, node=self.node)
+        self.node = NodeRows(dist.group.WORLD, timeout_seconds=timeout_seconds) if node else None
+        self.exchange = ReduceScatterExchange(ddp, timeout_seconds=timeout_seconds, node=self.node)
         self.gradients = ScatteredGradients(self.exchange, optimizers=optimizers)
         self.gather: forward_gather.ForwardGather | None = None
         self.begun = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -156,8 +155,7 @@ def test_bad_input_is_refused():
 
 def lost(rank: int, seconds: float, node: bool) -> str:
     peers.GRACE_SECONDS = 0.5
-    fused = Fused(wrap(), node=node)
-    fused.exchange.timeout = timedelta(seconds=3)
+    fused = Fused(wrap(), node=node, timeout_seconds=3)
     fused.optimizers = (make_optimizer("sgd", fused.ddp),)
     for step in range(3):
         backward(fused.ddp, rank=rank, step=step)

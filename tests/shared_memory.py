@@ -15,9 +15,10 @@ FOLDER = Path("/dev/shm")
 def shared_files() -> set[str]:
     """Names of the files there, without those that only others hold: tests run beside each other.
 
-    Not others are this process and those that it started, also the ones that live on without a parent.
+    Not others are this process and those that it started, also the ones that live on without a parent. Python's semaphores are
+    left out: its resource tracker removes them, some time after a process was killed.
     """
-    names = set(os.listdir(FOLDER))
+    names = {name for name in os.listdir(FOLDER) if not name.startswith("sem.")}
     own, others = set(), set()
     for process in psutil.process_iter() if names else ():
         (own if _is_own(process) else others).update(_held(process.pid))

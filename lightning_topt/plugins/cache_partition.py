@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,16 +87,17 @@ def open_partitioned(
         )
     cache, offer = _opened(make, partition, trainer)
     try:
-        offers = _gathered({**offer, "fingerprint": fingerprint})
+        offers = gathered({**offer, "fingerprint": fingerprint})
         _check(offers, num_nodes=trainer.num_nodes)
         assert cache is not None
-        secret = _gathered(secrets.token_bytes(SECRET_BYTES) if dist.get_rank() == 0 else b"")[0]
+        secret = gathered(secrets.token_bytes(SECRET_BYTES) if dist.get_rank() == 0 else b"")[0]
         server, said = None, {"node": trainer.node_rank}
         if trainer.local_rank == 0:
-            host, port = _reachable(partition, offers, node=trainer.node_rank), partition.port
-            server, answer = _serving(cache, host, port + number if port else 0, secret=secret, fingerprint=fingerprint)
+            find_host = functools.partial(_reachable, partition, offers, node=trainer.node_rank)
+            port = partition.port + number if partition.port else 0
+            server, answer = _serving(cache, find_host, port, secret=secret, fingerprint=fingerprint)
             said |= answer
-        addresses = _addresses(_gathered(said), trainer.num_nodes, server)
+        addresses = _addresses(gathered(said), trainer.num_nodes, server)
     except BaseException:
         if cache is not None:
             cache.close()
@@ -119,10 +121,10 @@ def _opened(
 
 
 def _serving(
-    cache: SampleCache, host: str, port: int, *, secret: bytes, fingerprint: str
+    cache: SampleCache, find_host: Callable[[], str], port: int, *, secret: bytes, fingerprint: str
 ) -> tuple[PeerServer | None, dict[str, Any]]:
     try:
-        server = PeerServer(cache.tiers, host=host, secret=secret, fingerprint=fingerprint, port=port)
+        server = PeerServer(cache.tiers, host=find_host(), secret=secret, fingerprint=fingerprint, port=port)
     except (ValueError, RuntimeError, OSError) as error:
         return None, {"error": str(error)}
     return server, {"address": server.address}
@@ -150,7 +152,7 @@ def _peers(
     )
 
 
-def _gathered(value: Any) -> list[Any]:
+def gathered(value: Any) -> list[Any]:
     """What every rank gives, by rank. Their own words; nothing that comes from elsewhere is unpickled."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

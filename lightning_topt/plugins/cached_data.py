@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from typing_extensions import override
 
 from lightning_topt.data.cache.cached_batches import BatchDataset, collate
 from lightning_topt.data.cache.cached_dataset import CachedDataset
+from lightning_topt.data.cache.dataset_names import DatasetNames
 from lightning_topt.data.cache.determinism import marked_method
-from lightning_topt.data.cache.fingerprint import fingerprint
 from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
 from lightning_topt.data.loading.lookahead import Lookahead
 from lightning_topt.data.loading.resumable import make_resumable
-from lightning_topt.plugins.cache_partition import CachePartition, PartitionedCache, open_partitioned
+from lightning_topt.plugins.cache_partition import CachePartition, PartitionedCache, gathered, open_partitioned
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 TRAIN = "train"
@@ -55,17 +56,15 @@ class CachedDataModule(WrappedDataModule):
         data_version: str | None = None,
         partition: CachePartition | bool = False,
     ) -> None:
-        super().__init__(datamodule)
         if min(memory_bytes, disk_bytes) < 0 or memory_bytes + disk_bytes == 0:
             raise ValueError("a cache needs room: give memory_bytes or disk_bytes, per data set and node")
         self.directory = Path(directory)
         self.memory_bytes, self.disk_bytes, self.data_version = memory_bytes, disk_bytes, data_version
-        self._datasets: dict[
-            int, tuple[Any, CachedDataset]
-        ] = {}  # by id; the data set is kept, so that it keeps its id
+        self._names = DatasetNames(data_version=data_version)
         self._caches: dict[str, SampleCache] = {}  # by fingerprint: equal data sets share one
         self.partition = CachePartition() if partition is True else partition or None
         self._joined: list[PartitionedCache] = []
+        super().__init__(datamodule)
 
     @override
     def train_dataloader(self) -> Any:
@@ -95,7 +94,6 @@ class CachedDataModule(WrappedDataModule):
         for cache in self._caches.values():
             cache.close()
         self._caches.clear()
-        self._datasets.clear()
 
     @override
     def _changed_loader(self, loader: DataLoader[Any], path: str) -> DataLoader[Any]:
@@ -139,36 +137,34 @@ class CachedDataModule(WrappedDataModule):
         if marked_method(dataset) is None and holds_mark(inner):
             self._cached_dataset(inner, ready_batches=False)  # before the marked method; what wraps it stays live
             return dataset
-        if id(dataset) not in self._datasets:
-            name = fingerprint(dataset, data_version=self.data_version)
-            if name not in self._caches:
-                self._caches[name] = self._new_cache(name, num_items=len(dataset))
-            self._datasets[id(dataset)] = dataset, CachedDataset(dataset, self._caches[name])
-        cached = self._datasets[id(dataset)][1]
+        name = self._names.name_of(dataset, agree=gathered if self._joined else None)
+        if name not in self._caches:
+            self._caches[name] = self._new_cache(name, num_items=len(dataset))
+        cached = CachedDataset(dataset, self._caches[name])
         return BatchDataset(cached) if ready_batches else cached
 
     def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
-        def make() -> SampleCache:
+        def make(*, write_behind: bool) -> SampleCache:
             return SampleCache(
                 self.directory,
                 fingerprint=name,
                 num_items=num_items,
                 memory_bytes=self.memory_bytes,
                 disk_bytes=self.disk_bytes,
-                write_behind=self.partition is None,
+                write_behind=write_behind,
             )
 
         if self.partition is None:
-            return make()
+            return make(write_behind=True)
         if self.trainer is None:
             raise ValueError(
                 "a partitioned cache learns from the Trainer which nodes there are: pass this DataModule to fit, or leave "
                 "the partition out to read its loaders alone"
             )
         if self.trainer.num_nodes == 1:
-            return make()
-        number = len(self._caches)
-        joined = open_partitioned(make, self.partition, trainer=self.trainer, fingerprint=name, number=number)
+            return make(write_behind=True)
+        number, make_own = len(self._caches), partial(make, write_behind=False)
+        joined = open_partitioned(make_own, self.partition, trainer=self.trainer, fingerprint=name, number=number)
         self._joined.append(joined)
         return joined.cache
 

@@ -60,10 +60,10 @@ class CoordinatedDataModule(WrappedDataModule):
         data_version: str | None = None,
         timeout_seconds: float = 30.0,
     ) -> None:
-        super().__init__(datamodule)
         self.directory, self.memory_bytes, self.seed = Path(directory), memory_bytes, seed
         self.data_version, self.timeout_seconds = data_version, timeout_seconds
         self._loaders: list[CoordinatedLoader] = []
+        super().__init__(datamodule)
 
     @override
     def train_dataloader(self) -> Any:

@@ -69,7 +69,6 @@ class TunedDataModule(WrappedDataModule):
         seconds: float = 5.0,
         memory_bytes: int | None = None,
     ) -> None:
-        super().__init__(datamodule)
         _check_count("num_workers", num_workers, least=0)
         _check_count("prefetch_factor", prefetch_factor, least=1)
         if not (pin_memory is None or isinstance(pin_memory, bool) or pin_memory == AUTO):
@@ -81,6 +80,7 @@ class TunedDataModule(WrappedDataModule):
         self.choices: dict[str, LoaderChoice] = {}  # by loader: "train", or "train/0", "train/name" of a collection
         self._num_workers, self._prefetch_factor, self._pin_memory = num_workers, prefetch_factor, pin_memory
         self._seconds, self._memory_bytes, self._num_loaders = seconds, memory_bytes, 1
+        super().__init__(datamodule)
 
     @override
     def train_dataloader(self) -> Any:

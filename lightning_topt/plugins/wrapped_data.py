@@ -17,25 +17,38 @@ TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 
 class WrappedDataModule(pl.LightningDataModule):
-    """`datamodule` as it is, down to its attributes, hyper-parameters and state; a subclass overrides what gives loaders."""
+    """`datamodule` as it is, down to its attributes, hyper-parameters and state; a subclass overrides what gives loaders.
+
+    What is set on it goes to `datamodule` where that has the attribute, as tuners do with ``batch_size``. What belongs to a
+    subclass itself is set before it calls this constructor.
+    """
 
     def __init__(self, datamodule: pl.LightningDataModule) -> None:
         super().__init__()
-        self.datamodule = datamodule
         self.prepare_data_per_node = datamodule.prepare_data_per_node
         self.allow_zero_length_dataloader_with_multiple_devices = (
             datamodule.allow_zero_length_dataloader_with_multiple_devices
         )
         if datamodule._log_hyperparams:
             self.save_hyperparameters(dict(datamodule.hparams_initial))
+            self._hparams = datamodule.hparams  # one object: the Trainer's tuners change it
         for name in (*LOADERS, *TRANSFERS):  # Lightning asks whether a module has its own
             if not is_overridden(name, datamodule, pl.LightningDataModule):
                 setattr(self, name, types.MethodType(getattr(pl.LightningDataModule, name), self))
+        self.datamodule = datamodule
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "datamodule" not in vars(self):
             raise AttributeError(name)
         return getattr(self.datamodule, name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = "datamodule" not in vars(self) or name in vars(self) or hasattr(type(self), name)
+        if own or not hasattr(self.datamodule, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.datamodule, name, value)
 
     @property
     def trainer(self) -> pl.Trainer | None:

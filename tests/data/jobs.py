@@ -20,6 +20,7 @@ import torch
 
 from lightning_topt.data.coordinated.loader import CoordinatedLoader
 from lightning_topt.data.coordinated.worker import Preparation
+from tests.processes import wait_until
 from tests.shared_memory import opened
 
 CONTEXT = mp.get_context("fork")
@@ -28,15 +29,23 @@ NUM_BATCHES = NUM_SAMPLES // BATCH_SIZE
 
 
 class Samples(torch.utils.data.Dataset):
-    """Random augmentation from all three generators; every sample that is drawn is noted in `log`."""
+    """Random augmentation from all three generators; every sample that is drawn is noted in `log`.
 
-    def __init__(self, log: Path | None = None, *, seconds: float = 0.0, hang_at: int | None = None) -> None:
-        self.log, self.seconds, self.hang_at = log, seconds, hang_at
+    Processes meet at `barrier` before they draw their first one.
+    """
+
+    def __init__(
+        self, log: Path | None = None, *, seconds: float = 0.0, hang_at: int | None = None, barrier: Any = None
+    ) -> None:
+        self.log, self.seconds, self.hang_at, self.barrier = log, seconds, hang_at, barrier
 
     def __len__(self) -> int:
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.barrier is not None:
+            self.barrier.wait(30)
+            self.barrier = None
         if self.log is not None:
             with open(self.log, "a") as file:
                 file.write(f"{index}\n")
@@ -108,11 +117,15 @@ class Result:
 
 
 class Job:
-    """A forked process in a group of its own; `barrier` is passed when it has joined."""
+    """A forked process in a group of its own.
 
-    def __init__(self, loader: Any, *, epochs: int = 1, seconds: float = 0.0, barrier: Any = None, log: Any = None):
+    It passes `barrier` when it has joined, takes `seconds` for each batch, and after `pause` = (number, path) of them waits
+    until the path is there. `log` has the number of batches that it got.
+    """
+
+    def __init__(self, loader: Any, **options: Any) -> None:
         self.reader, writer = CONTEXT.Pipe(duplex=False)
-        self.process = CONTEXT.Process(target=_run, args=(loader, epochs, seconds, barrier, log, writer))
+        self.process = CONTEXT.Process(target=_run, args=(loader, writer), kwargs=options)
         self.process.start()
         writer.close()
 
@@ -136,7 +149,7 @@ class Job:
         self.process.join()
 
 
-def _run(loader, epochs, seconds, barrier, log, writer):  # type: ignore[no-untyped-def]
+def _run(loader, writer, *, epochs=1, seconds=0.0, barrier=None, log=None, pause=(-1, None)):  # type: ignore[no-untyped-def]
     os.setpgid(0, 0)
     torch.set_num_threads(1)
     result = Result()
@@ -153,6 +166,8 @@ def _run(loader, epochs, seconds, barrier, log, writer):  # type: ignore[no-unty
                     _look(loader, result)
                     if log is not None:
                         log.write_text(str(sum(map(len, result.batches))))
+                    if sum(map(len, result.batches)) == pause[0]:
+                        wait_until(pause[1].exists, seconds=60)
                     time.sleep(seconds)
         counts = loader.statistics()
         result.own, result.others, result.alone = counts.own, counts.others, counts.alone

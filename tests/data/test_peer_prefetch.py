@@ -87,12 +87,19 @@ def test_a_batch_on_its_way_is_waited_for(others, peers):
     assert others.asked == [(False, [1])]
 
 
-def test_a_batch_whose_turn_has_not_come_is_fetched_at_once(others, peers):
+def test_a_batch_whose_turn_has_not_come_is_fetched_at_once(others, peers, monkeypatch):
+    fetch = others.fetch
+
+    def fetch_and_let_the_other_thread_go_on(items):
+        if threading.current_thread() is threading.main_thread():
+            others.may_answer.set()
+        return fetch(items)
+
+    monkeypatch.setattr(others, "fetch", fetch_and_let_the_other_thread_go_on)
     others.may_answer.clear()
     peers.expect([1])
     peers.expect([3])
     wait_until(lambda: others.asked)
-    threading.Timer(0.05, others.may_answer.set).start()
     assert peers.fetch([3]) == [b"0003"]
     assert (True, [3]) in others.asked
 

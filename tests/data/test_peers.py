@@ -19,6 +19,7 @@ from lightning_topt.data.peers.client import Peers
 from lightning_topt.data.peers.partition import owners
 from lightning_topt.data.peers.protocol import PeerLimits
 from lightning_topt.data.peers.server import PeerServer
+from tests.processes import wait_until
 
 ITEMS, SEED, SECRET = 90, 3, bytes(range(32))
 HERE = "127.0.0.1"
@@ -264,4 +265,4 @@ def test_nothing_stays_open(nodes):
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(10):
         use()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    wait_until(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) == before)

@@ -1,5 +1,7 @@
 """search_frontier against brute force, point for point."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -130,6 +132,7 @@ def test_long_chain_does_not_exhaust_the_stack():
 
 def test_equal_operators_with_many_columns_are_fast_and_exact():
     table = random_table(np.random.default_rng(1), shape="isolated", operators=14, configs=8, moments=6, same=True)
+    start = time.process_time()
     frontier = search_frontier(table)
     assert frontier.exact and len(frontier) > 1
-    assert frontier.search_seconds < 5  # 0.3 s on the machine of benchmarks/results; brute force has 4e12 plans
+    assert time.process_time() - start < 5  # 0.3 s on the machine of benchmarks/results; brute force has 4e12 plans

@@ -216,7 +216,8 @@ class Sleeps(Dataset[torch.Tensor]):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_with_the_real_clock(workers):
     monitor = fit(Step(Clock()), DataLoader(Sleeps(), num_workers=workers))
-    assert 6 * 0.02 * 0.9 < monitor.total.wait_seconds < monitor.total.seconds
+    least = 0 if workers else 6 * 0.02  # a worker has a head start of the time that the fit takes to begin
+    assert least < monitor.total.wait_seconds < monitor.total.seconds
 
 
 class Event:

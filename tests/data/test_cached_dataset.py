@@ -13,10 +13,12 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_topt import data
+from lightning_topt.data.cache import sample_values
 from lightning_topt.data.cache.cached_batches import BatchDataset, ReadyBatch, collate
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.determinism import NotDeterministicError, deterministic, marked_method, other_randomness
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
+from lightning_topt.data.cache.sample_codec import UnsupportedSample
 
 ITEMS = 40
 MEMORY = {"memory_bytes": 1 << 22, "disk_bytes": 0}
@@ -39,6 +41,7 @@ KINDS = {
     "named": lambda i: Point(torch.full((2,), i).bfloat16(), i),
     "strings": lambda i: {"name": f"{i:03d}", "x": torch.tensor(i)},
     "scalars": lambda i: (np.float32(i), np.int64(i), np.bool_(i % 2)),
+    "numbers": lambda i: {"ids": list(range(i, i + 20)), "weights": (float(i),) * 9},
     "large": lambda i: (i, 2**70 + i, 1.5),
     "nested": lambda i: ((torch.ones(2) * i, (i,)), [torch.zeros(1)]),
 }
@@ -296,6 +299,16 @@ def test_an_error_of_the_source_is_the_callers_and_nothing_is_kept(tmp_path):
         dataset.__getitems__([1, 2])
     broken[0] = False
     same(collate(dataset.__getitems__([1, 2])), torch.ones(2, 1))
+
+
+def test_what_does_not_come_back_as_it_was_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(sample_values._BUILD, "int", lambda spec, take: int(take()[0]) + 1)
+    data = Data(KINDS["named"])
+    with pytest.raises(UnsupportedSample, match=r"holds a builtins.int, .* return plain data"):
+        cached(data, tmp_path)[3]
+    monkeypatch.undo()
+    with pytest.raises(RefusedCacheError, match=r"holds a builtins\.int"):
+        cached(data, tmp_path)
 
 
 def test_public_names_are_there():

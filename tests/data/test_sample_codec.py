@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import tracemalloc
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,17 +12,19 @@ import pytest
 import torch
 from PIL import Image
 
+from lightning_topt.data.cache import sample_layout
 from lightning_topt.data.cache.sample_codec import (
     ALIGNMENT,
     UnsupportedSample,
-    _record_types,
     decode,
     encode,
+    header_of,
     layout,
     layout_of,
     register_sample_type,
     size_of,
 )
+from lightning_topt.data.cache.sample_records import _record_types
 
 
 class Pair(NamedTuple):
@@ -37,6 +40,10 @@ class Record:
 
 def entry_of(sample):
     return bytearray(b"".join(bytes(part) for part in encode(sample)))
+
+
+def kept(sample):
+    return decode(entry_of(sample))
 
 
 def same(a, b):
@@ -189,4 +196,27 @@ def test_bytes_that_are_no_entry_raise_value_error():
             MemoryError,
         ):
             continue
-    layout_of.cache_clear()
+
+
+def test_layouts_take_a_bounded_number_of_bytes():
+    """Of texts of many lengths, which are not numbers: each has a layout of its own."""
+    headers = [header_of(entry_of(["a"] * 200 + ["b" * i])) for i in range(1500)]
+    layout_of(headers[0])
+    tracemalloc.start()
+    try:
+        for header in headers:
+            layout_of(header)
+        grown = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert grown < 16 << 20 and sum(map(len, sample_layout._layouts)) <= sample_layout.KEPT_HEADER_BYTES
+    assert layout_of(headers[-1]) is layout_of(headers[-1])
+    assert len(layout_of(header_of(entry_of([{"key": i} for i in range(40_000)]))).leaves) == 40_000  # kept by nobody
+
+
+def test_entries_of_another_version_are_not_read():
+    old = b'["tensor","torch.uint8",[3]]'
+    old = len(old).to_bytes(4, "little") + old
+    for header in (old, old.replace(b"tensor", b"record")):
+        with pytest.raises(UnsupportedSample, match="version"):
+            decode(bytearray(header + bytes(16)))

@@ -245,6 +245,8 @@ def _typed(rows: Tensor, spec: Spec) -> Tensor:
 
 
 def _shape(spec: Spec) -> list[int]:
+    if spec[0] == "numbers":
+        return [spec[3]]
     return spec[2] if spec[0] in ("tensor", "array", "scalar") else []
 
 
@@ -253,7 +255,7 @@ def _dtype(spec: Spec) -> torch.dtype:
         return TORCH_DTYPES[spec[1]]
     if spec[0] in ("array", "scalar"):
         return torch.from_numpy(np.empty(0, spec[1])).dtype
-    return _NUMBERS[spec[0]]
+    return _NUMBERS[spec[2] if spec[0] == "numbers" else spec[0]]
 
 
 @lru_cache(maxsize=1024)
@@ -263,7 +265,7 @@ def _is_stackable(header: bytes) -> bool:
 
 def _stackable(spec: Spec) -> bool:
     kind = spec[0]
-    if kind in ("tensor", *_NUMBERS):
+    if kind in ("tensor", "numbers", *_NUMBERS):
         return bool(kind != "complex")  # which default_collate refuses
     if kind in ("array", "scalar"):
         try:
@@ -285,6 +287,8 @@ def _nested(spec: Spec, tensors: Iterator[Tensor]) -> Any:
         return {key: _nested(item, tensors) for key, item in spec[1]}
     if kind in ("list", "tuple"):
         return [_nested(item, tensors) for item in spec[1]]
+    if kind == "numbers":
+        return list(next(tensors).t().contiguous().unbind(0))
     if kind == "named":
         record = named_type(spec[1])
         assert record is not None

@@ -16,7 +16,7 @@ from lightning_topt.data.cache.determinism import (
     put_cache_before,
 )
 from lightning_topt.data.cache.sample_cache import SampleCache
-from lightning_topt.data.cache.sample_codec import Parts, UnsupportedSample, decode, encode
+from lightning_topt.data.cache.sample_codec import Parts, UnsupportedSample, changed_by_storing, decode, encode
 
 # Misses that are drawn twice: the first ones of a job, then one in so many of a process.
 FIRST_CHECKS, CHECK_EVERY = 16, 512
@@ -137,8 +137,9 @@ class CachedDataset(Dataset[Any]):
     def _check(self, item: int, parts: Parts, original: Callable[[int], Any]) -> None:
         """Draw a second time under other random states, and compare byte by byte."""
         with other_randomness(7919 * self._misses + item):
-            again = encode(original(item))
-        if b"".join(map(bytes, parts)) == b"".join(map(bytes, again)):
+            sample = original(item)
+        if b"".join(map(bytes, parts)) == b"".join(map(bytes, encode(sample))):
+            self._check_kept(sample)
             return
         what = "the method marked @deterministic" if self.is_marked else "__getitem__"
         reason = (
@@ -147,6 +148,16 @@ class CachedDataset(Dataset[Any]):
         )
         self.cache.refuse(reason)
         raise NotDeterministicError(reason)
+
+    def _check_kept(self, sample: Any) -> None:
+        """What comes from the cache is to be stored as what went in."""
+        changed = changed_by_storing(sample)
+        if changed is not None:
+            reason = (
+                f"a sample holds a {changed}, which comes back from a cache as another one: return plain data instead"
+            )
+            self.cache.refuse(reason)
+            raise UnsupportedSample(reason)
 
 
 def _decoded(entry: Any) -> Any:

@@ -4,7 +4,8 @@
 
 Each job is a process of its own with one worker process, as a trial of a search has. A job's step is a pass over the batch
 (its mean), so that preparing (JPEG decode, random crop, resize, flip with PIL) is what takes the time. Measured from when all
-jobs are ready until the last one has had its last epoch; rounds are interleaved.
+jobs are ready until the last one has had its last epoch; rounds are interleaved. In each round one more set of coordinated jobs
+loses one of them: it is killed when it has prepared a tenth of an epoch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,6 +39,7 @@ BATCH, SEED = 32, 0
 WIDTH, HEIGHT, CROP, CLASSES = 500, 375, 224, 10  # ImageNet's mean size; the usual input of a net
 MEMORY_BYTES = 256 << 20
 KINDS = ("uncoordinated", "coordinated")
+KILLED = "coordinated, one killed"
 
 
 def make_files(folder: Path, *, number: int) -> None:
@@ -123,8 +126,11 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def run_jobs(kind: str, *, folder: Path, jobs: int, epochs: int) -> dict[str, Any]:
-    """`jobs` jobs at once: seconds until the last is done, samples prepared by each, and their reports."""
+def run_jobs(kind: str, *, folder: Path, jobs: int, epochs: int, kill_at: int | None = None) -> dict[str, Any]:
+    """`jobs` jobs at once: seconds until the last is done, samples prepared by each, and their reports.
+
+    `kill_at`: samples prepared by the first job when it is killed, with its worker.
+    """
     with tempfile.TemporaryDirectory() as work:
         logs = [Path(work) / f"log{number}" for number in range(jobs)]
         command = [sys.executable, "-m", "benchmarks.data_coordinated", f"--job={kind}", f"--epochs={epochs}"]
@@ -132,7 +138,10 @@ def run_jobs(kind: str, *, folder: Path, jobs: int, epochs: int) -> dict[str, An
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         running = [
-            subprocess.Popen([*command, *places, f"--log={log}"], cwd=ROOT, env=environment, **pipes) for log in logs
+            subprocess.Popen(
+                [*command, *places, f"--log={log}"], cwd=ROOT, env=environment, start_new_session=True, **pipes
+            )
+            for log in logs
         ]
         try:
             for process in running:
@@ -140,6 +149,10 @@ def run_jobs(kind: str, *, folder: Path, jobs: int, epochs: int) -> dict[str, An
             for process in running:
                 process.stdin.write("\n")
                 process.stdin.flush()
+            if kill_at is not None:
+                while prepared(logs[0]) < kill_at:
+                    time.sleep(0.01)
+                os.killpg(running.pop(0).pid, signal.SIGKILL)
             reports = [json.loads(process.communicate(timeout=600)[0]) for process in running]
         finally:
             for process in running:
@@ -147,9 +160,14 @@ def run_jobs(kind: str, *, folder: Path, jobs: int, epochs: int) -> dict[str, An
         return {
             "seconds": max(report["seconds"] for report in reports),  # until the last job has its last batch
             "cpu_seconds": sum(report["cpu_seconds"] for report in reports),
-            "prepared": [len(log.read_text().splitlines()) if log.exists() else 0 for log in logs],
+            "prepared": [prepared(log) for log in logs],
             "reports": reports,
         }
+
+
+def prepared(log: Path) -> int:
+    """Samples that a job has drawn so far."""
+    return len(log.read_text().splitlines()) if log.exists() else 0
 
 
 def check(kind: str, result: dict[str, Any], *, samples: int, epochs: int) -> None:
@@ -157,7 +175,7 @@ def check(kind: str, result: dict[str, Any], *, samples: int, epochs: int) -> No
     jobs = len(result["reports"])
     assert all(report["samples"] == samples * epochs for report in result["reports"])
     total = sum(result["prepared"])
-    if kind == "coordinated":
+    if kind != "uncoordinated":
         assert len({report["digest"] for report in result["reports"]}) == 1
         assert total >= samples * epochs
     else:
@@ -172,7 +190,8 @@ def row(name: str, results: list[dict[str, Any]], baseline: float) -> str:
     cpu = statistics.median(result["cpu_seconds"] for result in results)
     peak = max(report["peak_bytes"] for result in results for report in result["reports"])
     return (
-        f"| {name} | {median:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {baseline / median:.2f} | {cpu:.1f} | "
+        f"| {name} | {median:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | "
+        f"{'-' if name == KILLED else f'{baseline / median:.2f}'} | {cpu:.1f} | "
         f"{total:.3f} | {min(shares):.3f} to {max(shares):.3f} | {mib(peak)} |"
     )
 
@@ -196,10 +215,11 @@ def write(results: dict[str, list[dict[str, Any]]], *, samples: int, epochs: int
         "| | seconds until the last job is done | speed-up | CPU seconds of all jobs | preparations per sample |"
         " share of each job | peak MiB of a job |",
         "|---|---|---|---|---|---|---|",
-        *(row(kind, results[kind], baseline) for kind in KINDS),
+        *(row(kind, results[kind], baseline) for kind in results),
         "",
         f"Speed-up per round: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}). "
-        f"All {jobs} coordinated jobs got the same batches, bit for bit; each sample once per job and epoch.",
+        f"All {jobs} coordinated jobs got the same batches, bit for bit; each sample once per job and epoch. So did the "
+        f"{jobs - 1} that went on after one was killed, in the midst of its first epoch: its part was prepared by them.",
         "",
     ]
     return "\n".join(lines)
@@ -221,13 +241,18 @@ def main() -> None:
         return
     folder = Path(options.folder) / str(options.samples)
     make_files(folder, number=options.samples)
-    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    kinds = (*KINDS, KILLED)
+    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for number in range(options.rounds):
-        for kind in KINDS if number % 2 == 0 else reversed(KINDS):
-            result = run_jobs(kind, folder=folder, jobs=options.jobs, epochs=options.epochs)
+        for kind in kinds if number % 2 == 0 else reversed(kinds):
+            kill_at = options.samples // 10 if kind == KILLED else None
+            name = "coordinated" if kind == KILLED else kind
+            result = run_jobs(name, folder=folder, jobs=options.jobs, epochs=options.epochs, kill_at=kill_at)
             check(kind, result, samples=options.samples, epochs=options.epochs)
             results[kind].append(result)
             print(number, kind, round(result["seconds"], 2), result["prepared"], flush=True)
+    together = [report for kind in kinds[1:] for result in results[kind] for report in result["reports"]]
+    assert len({report["digest"] for report in together}) == 1
     text = write(results, samples=options.samples, epochs=options.epochs, jobs=options.jobs)
     print(text)
     (RESULTS / "data_coordinated.md").write_text(text)

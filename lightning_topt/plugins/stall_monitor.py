@@ -42,9 +42,9 @@ class StallMonitor(pl.Callback):
     - ``stall/fraction``: of the time since the last report, 0 to 1; also in the progress bar, as ``stall``;
     - ``stall/wait_seconds`` and ``stall/batch_seconds``: means per batch since the last report.
 
-    All are those of the logging rank (0). Validation, and what happens between epochs, is in none of them; the start of the
-    workers at the beginning of an epoch is a wait. On a CUDA device the loop runs ahead: there a wait counts only as far as
-    the device had nothing left to do. `total` is that of the whole fit.
+    All are those of the logging rank (0). Validation, what happens between epochs and the start of an epoch's workers are in
+    none of them; the wait for the workers' first batch is. On a CUDA device the loop runs ahead: there a wait counts only as
+    far as the device had nothing left to do. `total` is that of the whole fit.
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:

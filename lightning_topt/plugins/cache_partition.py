@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.peers.channel import own_address
-from lightning_topt.data.peers.client import Peers
+from lightning_topt.data.peers.client import NOWHERE, Peers
 from lightning_topt.data.peers.prefetch import PrefetchingPeers
 from lightning_topt.data.peers.server import PeerServer
 
@@ -123,6 +123,8 @@ def _opened(
 def _serving(
     cache: SampleCache, find_host: Callable[[], str], port: int, *, secret: bytes, fingerprint: str
 ) -> tuple[PeerServer | None, dict[str, Any]]:
+    if not cache.tiers:  # none could be opened, of which it has warned
+        return None, {"address": NOWHERE}
     try:
         server = PeerServer(cache.tiers, host=find_host(), secret=secret, fingerprint=fingerprint, port=port)
     except (ValueError, RuntimeError, OSError) as error:

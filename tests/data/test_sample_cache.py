@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_topt.data.cache.memory_file import MemoryUnavailable, available_bytes, open_shared
+from lightning_topt.data.cache.memory_file import REGISTRY, MemoryUnavailable, available_bytes, open_shared
 from lightning_topt.data.cache.sample_cache import RefusedCacheError, SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of
 from tests.shared_memory import shared_files
@@ -89,12 +89,12 @@ def test_processes_share_one_memory(tmp_path, context):
     cache, out = make(tmp_path, disk=0), context.Queue()
     first = context.Process(target=_worker, args=(cache, out))
     first.start()
-    assert out.get(timeout=60)[0] == list(range(ITEMS))
+    assert out.get(timeout=120)[0] == list(range(ITEMS))
     first.join()
     assert epoch(cache) == []
     second = context.Process(target=_worker, args=(cache, out))
     second.start()
-    assert out.get(timeout=60)[0] == []
+    assert out.get(timeout=120)[0] == []
     second.join()
 
 
@@ -111,7 +111,7 @@ def _fill_and_hang(tmp_path, filled):
     cache = make(tmp_path, disk=0)
     epoch(cache)
     filled.set()
-    time.sleep(60)
+    time.sleep(600)
     cache.close()
 
 
@@ -120,8 +120,8 @@ def test_nothing_is_left_in_shared_memory_by_a_killed_job(tmp_path):
     filled = FORK.Event()
     job = FORK.Process(target=_fill_and_hang, args=(tmp_path, filled))
     job.start()
-    assert filled.wait(30)
-    link = (tmp_path / "f" / "memory").read_text().split()
+    assert filled.wait(120)
+    link = (tmp_path / "f" / REGISTRY).read_text().split()
     assert os.path.exists(f"/proc/{link[0]}/fd/{link[1]}")
     os.kill(job.pid, signal.SIGKILL)
     job.join()
@@ -261,3 +261,22 @@ def test_never_evicting_hits_what_theory_says_and_lru_far_less(tmp_path):
                 assert cache.statistics().memory_hits == share * number
         lru = _lru_hits(itertools.chain(*orders), capacity=int(share * number)) / (epochs - 1) / number
         assert lru == pytest.approx(share + (1 - share) * math.log(1 - share), abs=0.03)
+
+
+def _count_often(cache, barrier):
+    barrier.wait(30)
+    for _ in range(20_000):
+        cache.count_memory_hits(1)
+
+
+def test_no_count_is_lost_between_processes(tmp_path):
+    cache = SampleCache(tmp_path, fingerprint="f", num_items=1, memory_bytes=1 << 12, disk_bytes=0)
+    fork = multiprocessing.get_context("fork")
+    barrier = fork.Barrier(2)
+    processes = [fork.Process(target=_count_often, args=(cache, barrier)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert cache.statistics().memory_hits == 40_000
+    cache.close()

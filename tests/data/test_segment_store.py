@@ -12,9 +12,9 @@ import time
 import numpy as np
 import pytest
 
-from lightning_topt.data.cache import segment_store, store_file
+from lightning_topt.data.cache import segment_store
 from lightning_topt.data.cache.segment_store import CLAIMED, SegmentStore, checksum
-from lightning_topt.data.cache.store_file import PAGE, RECORD, LockTimeout, StoreFile, locked
+from lightning_topt.data.cache.store_file import PAGE, RECORD, StoreFile
 
 ITEMS = 40
 FORK = multiprocessing.get_context("fork")
@@ -26,7 +26,7 @@ def payload(item, size=1000):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(segment_store, "_warned", set())
+    monkeypatch.setattr(segment_store, "_warned", {})
     return tmp_path
 
 
@@ -123,7 +123,7 @@ def test_writers_killed_at_random_moments(folder):
         writers = [FORK.Process(target=_write_for_ever, args=(folder, seed + 100 * i, begin[i])) for i in range(2)]
         for writer in writers:
             writer.start()
-        assert all(begins.wait(30) for begins in begin)
+        assert all(begins.wait(120) for begins in begin)
         time.sleep(rng.random() * 0.02)
         for writer in writers:
             os.kill(writer.pid, signal.SIGKILL)
@@ -172,7 +172,7 @@ def test_several_processes_fill_one_store(folder):
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(120)
         assert writer.exitcode == 0
     store = open_store(folder)
     assert len(store) == ITEMS and store.used_bytes == ITEMS * 1000  # nothing twice
@@ -208,28 +208,6 @@ def test_failing_reads_are_misses(folder, monkeypatch):
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.warns(UserWarning, match="Input/output error"):
         assert store.read(0) is None
-
-
-def _hold(path, held):
-    with locked(path):
-        held.set()
-        time.sleep(60)
-
-
-def test_a_lock_that_is_held_for_too_long_is_an_error_and_a_dead_holder_none(folder, monkeypatch):
-    held = FORK.Event()
-    holder = FORK.Process(target=_hold, args=(folder / "lock", held))
-    store = open_store(folder)
-    holder.start()
-    assert held.wait(10)
-    with pytest.raises(LockTimeout, match="another process"), locked(folder / "lock", seconds=0.05):
-        pass
-    monkeypatch.setattr(store_file.locked.__wrapped__, "__kwdefaults__", {"seconds": 0.05})
-    with pytest.warns(UserWarning, match="not stored"):
-        assert not store.write(0, [payload(0)])
-    os.kill(holder.pid, signal.SIGKILL)
-    holder.join()
-    assert store.write(0, [payload(0)])
 
 
 def test_the_tail_of_a_damaged_header_is_found_again(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing as mp
 import os
 import secrets
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
+from lightning_topt.data.cache import tiers as cached_tiers
 from lightning_topt.data.peers.partition import owners
 from lightning_topt.plugins import cache_partition
 from lightning_topt.plugins.cache_partition import CachePartition
@@ -280,3 +282,25 @@ def test_without_a_trainer_nobody_knows_the_nodes(tmp_path):
 def test_options_that_mean_nothing(wrong):
     with pytest.raises(ValueError):
         CachePartition(**wrong)
+
+
+def fit_where_one_node_can_open_nothing(node, devices, nodes, folder, options):
+    if node == 1:
+        cached_tiers._open_disk = full  # in this rank's process
+    return fit(node, devices, nodes, folder, in_batches, options)
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_node_that_can_keep_nothing_takes_part(tmp_path):
+    options = room(memory_bytes=0, disk_bytes=1 << 20)
+    results = on_nodes(fit_where_one_node_can_open_nothing, tmp_path, options)
+    plain = on_nodes(fit_without, tmp_path, in_batches)
+    assert [result[0] for result in results] == [result[0] for result in plain]
+    owner = owners(ITEMS, num_nodes=2, seed=1)
+    for node, (_, [counts], _, _) in enumerate(results):
+        first, *later = orders(2, node)
+        assert counts.misses == len(first) + sum(owner[item] == 1 for order in later for item in order)
+        assert counts.disk_items == (ITEMS // 2 if node == 0 else 0)

@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ SWEEP_SECONDS = 0.5  # between two looks for new entries
 TURN_SECONDS = 5.0  # that a writer whose parent has ended waits for another one to end
 SILENT_SECONDS = 3.0  # of waiting in `close`
 CLOSE_SECONDS = 300.0  # `close` waits no longer; the process then goes on alone
+AT_LOWEST_PRIORITY = True  # tests do without: as long as others work it gets hardly any time
 
 
 class DiskWriter:
@@ -38,7 +40,7 @@ class DiskWriter:
     def __init__(self, memory: SegmentStore, disk: SegmentStore) -> None:
         self.process = start_light(
             __name__,
-            {"memory": described(memory), "disk": described(disk)},
+            {"memory": described(memory), "disk": described(disk), "at_lowest_priority": AT_LOWEST_PRIORITY},
             pass_fds=[memory.file.descriptor, disk.file.descriptor],
         )
         self._finalizer = weakref.finalize(self, _end, self.process, os.getpid())
@@ -69,8 +71,7 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 def copy_claimed(memory: SegmentStore, disk: SegmentStore) -> int:
     """Write every entry that has a claimed place on disk and is in memory; how many."""
-    stored = memory.file.records()[:, 1] >> np.uint64(56) == STORED
-    claimed = disk.file.records()[:, 1] >> np.uint64(56) == CLAIMED
+    stored, claimed = memory.states() == STORED, disk.states() == CLAIMED
     number = min(len(stored), len(claimed))
     written = 0
     for item in np.flatnonzero(stored[:number] & claimed[:number]).tolist():
@@ -95,11 +96,12 @@ def _usual_priority() -> None:
 
 def main(settings: dict[str, Any]) -> None:
     """Copy until standard input ends, and what is left then."""
-    _lowest_priority()
+    if settings["at_lowest_priority"]:
+        _lowest_priority()
     memory, disk = open_store(settings["memory"]), open_store(settings["disk"])
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
-    lock = os.open(disk.file.lock.with_name("writer.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = _open_lock(disk.file.lock.path.with_name("writer.lock"))
     while not poll.poll(SWEEP_SECONDS * 1000):
         if _is_held(lock):
             copy_claimed(memory, disk)
@@ -108,11 +110,22 @@ def main(settings: dict[str, Any]) -> None:
     while not (own := _is_held(lock)) and time.monotonic() < end:
         time.sleep(0.1)
     if own:  # else another rank's goes on copying
+        disk.file.end_pause()  # there is no other time
         copy_claimed(memory, disk)
 
 
-def _is_held(lock: int) -> bool:
+def _open_lock(path: Path) -> int | None:
+    """None on a full disk, or where the folder is gone: each of several writers then copies the same to the same places."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+
+
+def _is_held(lock: int | None) -> bool:
     """Whether this process is the one that copies; it then stays so until it ends."""
+    if lock is None:
+        return True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

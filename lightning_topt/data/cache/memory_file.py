@@ -1,7 +1,8 @@
 """Shared memory that cannot be left behind: an anonymous file (memfd) that the kernel frees with its last process.
 
 It has no name in /dev/shm, whose size therefore does not limit it. Other processes find it through one that holds it:
-``/proc/<pid>/fd/<number>``, listed in a registry file beside the disk cache.
+``/proc/<pid>/fd/<number>``, listed in a registry beside the disk cache. The registry is also the lock of the memory's writers:
+who finds the one has the other.
 """
 
 from __future__ import annotations
@@ -9,30 +10,100 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
+import xxhash
+
+from lightning_topt.data.cache.store_file import LockTimeout, StoreLock, lock_at, made
 
 PREFIX = "lightning-topt-"
+REGISTRY = "memory.holders"
+SHARED = Path("/dev/shm")  # for a registry that its own folder has no room for; never for samples
 RESERVE = 0.05  # of the machine's memory is left to others
 CGROUP = Path("/sys/fs/cgroup")
 
 
 class MemoryUnavailable(OSError):
-    """This system has no shared memory of the kind, or none is left."""
+    """This system has no shared memory of the kind."""
 
 
-def open_shared(registry: Path) -> int:
-    """A descriptor of the memory file that `registry` lists, made anew where no process holds it. Call it under a lock.
+class MemoryFile(NamedTuple):
+    """A descriptor of the memory, which is its owner's to close, and the path of its registry."""
 
-    Raises MemoryUnavailable where the system has no memfd (other than Linux).
+    descriptor: int
+    registry: Path
+
+
+class Handed(NamedTuple):
+    """What other processes open a memory by for as long as this process holds it, whatever becomes of the registry."""
+
+    line: str
+    registry: str
+
+
+def open_memory(folder: Path) -> MemoryFile:
+    """The memory of all processes of this user that name `folder`.
+
+    Its registry is in `folder`; where that cannot be written, in /dev/shm. Raises OSError where both fail, MemoryUnavailable
+    where the system has no memfd (other than Linux), ValueError where `folder` is a file.
     """
     if not hasattr(os, "memfd_create"):
         raise MemoryUnavailable(
             errno.ENOSYS, "a cache in shared memory needs Linux: set memory_bytes=0, disk_bytes > 0"
         )
+    registry = folder / REGISTRY
+    try:
+        made(folder)
+        return MemoryFile(open_shared(registry), registry)
+    except LockTimeout:
+        raise  # with another registry there would be a second memory
+    except OSError as error:
+        try:
+            registry = _own(SHARED / f"{PREFIX}{os.geteuid()}-{xxhash.xxh3_128_hexdigest(os.fsencode(folder))}")
+            return MemoryFile(open_shared(registry), registry)
+        except OSError:
+            raise error from None
+
+
+def _own(path: Path) -> Path:
+    """A file of this user, made where there is none, where everybody may make files. Raises PermissionError for others'."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(errno.EACCES, "not a file of this user", str(path)) from None
+    return path
+
+
+def open_shared(registry: Path) -> int:
+    """A descriptor of the memory file that `registry` lists, made anew where no process holds it.
+
+    Raises OSError where a new one cannot be listed.
+    """
+    lock = lock_at(registry)
+    with lock.held():
+        words = os.pread(lock.descriptor, os.fstat(lock.descriptor).st_size, 0)
+        holders, descriptor = _find(words.decode(errors="replace").splitlines())
+        if not holders:
+            descriptor = os.memfd_create(PREFIX + secrets.token_hex(8), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            _list(lock, [*holders, _line(descriptor)])
+        except OSError:
+            if not holders:
+                os.close(descriptor)
+                raise
+            # The disk is full: others find it by those who are listed.
+    return descriptor
+
+
+def _find(lines: list[str]) -> tuple[list[str], int]:
+    """Those lines whose processes hold a memory file, and a descriptor of the first one's, -1 where there is none."""
     holders, descriptor = [], -1
-    for line in registry.read_text().splitlines() if registry.exists() else []:
+    for line in lines:
         found = _open_held(line)
         if found is None:
             continue
@@ -41,14 +112,30 @@ def open_shared(registry: Path) -> int:
             descriptor = found
         else:
             os.close(found)
-    if descriptor < 0:
-        name = PREFIX + secrets.token_hex(8)
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    own = f"{os.getpid()} {descriptor} {_name(f'/proc/self/fd/{descriptor}')}"
-    temporary = registry.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text("\n".join([*holders, own]) + "\n")
-    temporary.replace(registry)
-    return descriptor
+    return holders, descriptor
+
+
+def _list(lock: StoreLock, lines: list[str]) -> None:
+    """Write the registry where it is, for which a full disk has room; what a killed process leaves of it is no holder."""
+    words = "".join(line + "\n" for line in lines).encode()
+    if os.pwrite(lock.descriptor, words, 0) != len(words):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(lock.path))
+    os.ftruncate(lock.descriptor, len(words))
+
+
+def handed(descriptor: int, lock: StoreLock) -> Handed:
+    """For `open_handed` in another process."""
+    return Handed(_line(descriptor), f"/proc/{os.getpid()}/fd/{lock.descriptor}")
+
+
+def open_handed(known: Handed) -> MemoryFile | None:
+    """The memory of a process that has it `handed` to this one; None where that process is gone. Nothing is waited for."""
+    descriptor = _open_held(known.line)
+    return None if descriptor is None else MemoryFile(descriptor, Path(known.registry))
+
+
+def _line(descriptor: int) -> str:
+    return f"{os.getpid()} {descriptor} {_name(f'/proc/self/fd/{descriptor}')}"
 
 
 def _name(link: str) -> str:

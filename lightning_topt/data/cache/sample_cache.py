@@ -6,6 +6,7 @@ items that found no room, whatever its order.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import warnings
@@ -19,19 +20,21 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import get_worker_info
+from torch import Tensor
 
 from lightning_topt.data.cache.disk_writer import DiskWriter
-from lightning_topt.data.cache.mapped_entries import HEAD_BYTES, MappedEntries
-from lightning_topt.data.cache.memory_file import available_bytes, open_shared
+from lightning_topt.data.cache.mapped_entries import HEAD_BYTES
+from lightning_topt.data.cache.memory_file import Handed
 from lightning_topt.data.cache.sample_codec import Parts, header_of, size_of
-from lightning_topt.data.cache.segment_store import SegmentStore, checksum
-from lightning_topt.data.cache.store_file import StoreFile, locked
+from lightning_topt.data.cache.segment_store import SegmentStore, checksum, warn_once
+from lightning_topt.data.cache.tiers import Room, hand_over, open_tiers
 
 COUNTERS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged", "stored")
 MEMORY_HITS, DISK_HITS, PEER_HITS, MISSES, DAMAGED, STORED = range(len(COUNTERS))
 _MOST_NEW = 1 << 16
-_ROWS = 257  # of counters: one for the main process and for each of 256 workers
+# Of counters: adding is not atomic, so no two processes that live at the same time share one. torch uses its threads for 32 kB
+# and more, which hangs in a forked process.
+_ROWS = 512
 
 
 class RefusedCacheError(ValueError):
@@ -87,7 +90,10 @@ class SampleCache:
         write_behind: what is in memory is copied to disk by a process of its own when nobody else wants the time, at the latest
             in `close`; a killed job's last samples may be missing on disk.
 
-    Raises ValueError where both are 0 or one is negative, RefusedCacheError where `refuse` was called for this fingerprint.
+    A tier that cannot be opened is left out with one warning, here and in worker processes; what breaks later gives misses.
+
+    Raises ValueError where both are 0 or one is negative or `directory` is a file, RefusedCacheError where `refuse` was called
+    for this fingerprint, MemoryUnavailable for memory on other systems than Linux.
     """
 
     def __init__(
@@ -108,8 +114,9 @@ class SampleCache:
             )
         self.folder = Path(directory).expanduser().absolute() / fingerprint
         self.num_items, self.memory_bytes, self.disk_bytes, self.peers = num_items, memory_bytes, disk_bytes, peers
-        self._counts = torch.zeros((_ROWS, len(COUNTERS)), dtype=torch.int64)
-        self._counts.share_memory_()  # type: ignore[no-untyped-call]
+        self._counts = _shared_counts()
+        self._left_out: tuple[str, ...] = ()
+        self._handed: Handed | None = None
         self._open_tiers()
         self.write_behind = write_behind and self.memory is not None and self.disk is not None
         if self.write_behind:
@@ -130,40 +137,33 @@ class SampleCache:
         # Items that this process has stored in memory since `verify_new`, which not every way of reading calls.
         self._new: deque[int] = deque(maxlen=_MOST_NEW)
         self._counters: npt.NDArray[np.int64] = self._counts.numpy()  # the same memory
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self._refusal.exists():
-            raise RefusedCacheError(
-                f"this data set cannot be cached: {self._refusal.read_text()} (if that has changed without a change of the "
-                f"data set's code or state, remove {self.folder})"
-            )
-        self.memory = self._open_memory() if self.memory_bytes else None
-        self.mapped = None if self.memory is None else _mapped(self.memory)
-        self.disk = self._open_disk() if self.disk_bytes else None
-        self.tiers = [tier for tier in (self.memory, self.disk) if tier is not None]
+        self._check_refusal()
+        room = Room(self.num_items, self.memory_bytes, self.disk_bytes)
+        opened = open_tiers(self.folder, room, left_out=self._left_out, known=self._handed)
+        self.memory, self.mapped, self.disk, self._left_out = opened
+        self.tiers = opened.stores
         descriptors = [tier.file.descriptor for tier in self.tiers]
         self._finalizer = weakref.finalize(self, _close_all, descriptors)
         self._finalizer.atexit = False
+
+    def _check_refusal(self) -> None:
+        try:
+            reason = self._refusal.read_text()
+        except OSError:  # there is none
+            return
+        raise RefusedCacheError(
+            f"this data set cannot be cached: {reason or 'its samples differ'} (if that has changed without a change of the "
+            f"data set's code or state, remove {self.folder})"
+        )
 
     @property
     def _refusal(self) -> Path:
         return self.folder / "refused"
 
-    def _open_memory(self) -> SegmentStore:
-        lock = self.folder / "memory.lock"
-        with locked(lock):
-            descriptor = open_shared(self.folder / "memory")
-        file = StoreFile(descriptor, num_items=self.num_items, lock=lock, available=available_bytes)
-        return SegmentStore(file, capacity_bytes=self.memory_bytes, name="memory cache", verify_once=True)
-
-    def _open_disk(self) -> SegmentStore:
-        path = self.folder / "samples"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        file = StoreFile(descriptor, num_items=self.num_items, lock=self.folder / "disk.lock")
-        return SegmentStore(file, capacity_bytes=self.disk_bytes, name=f"disk cache {path}")
-
     def __getstate__(self) -> dict[str, Any]:
         left_out = ("memory", "mapped", "disk", "tiers", "_finalizer", "_counters", "_writer")
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        state = {name: value for name, value in vars(self).items() if name not in left_out}
+        return state | {"_handed": None if self.memory is None else hand_over(self.memory)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -269,16 +269,16 @@ class SampleCache:
 
     def refuse(self, reason: str) -> None:
         """Drop everything of this fingerprint, for good: `reason` says why. Later caches of it raise RefusedCacheError."""
-        temporary = self._refusal.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(reason)
-        temporary.replace(self._refusal)
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk keeps an empty file, without a folder the next job finds out itself
+            self._refusal.write_text(reason)
         for tier in self.tiers:
             tier.clear()
 
     def _count(self, what: int, number: int | bool = 1) -> None:
         if number:
-            worker = get_worker_info()
-            self._counters[0 if worker is None else 1 + worker.id % (_ROWS - 1), what] += int(number)
+            self._counters[os.getpid() % _ROWS, what] += int(number)
 
     def num_misses(self) -> int:
         """Of this job, all its worker processes together, since the last reset."""
@@ -314,12 +314,13 @@ class SampleCache:
         self._finalizer()
 
 
-def _mapped(memory: SegmentStore) -> MappedEntries | None:
+def _shared_counts() -> Tensor:
+    counts = torch.zeros((_ROWS, len(COUNTERS)), dtype=torch.int64)
     try:
-        return MappedEntries(memory)
-    except OSError as error:
-        warnings.warn(f"the memory cache cannot be mapped, which makes reading it slower: {error}", stacklevel=4)
-        return None
+        counts.share_memory_()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # /dev/shm is full, and worker processes need it for more than this
+        warn_once(f"the statistics of the cache are those of each process alone: {error}", stacklevel=4)
+    return counts
 
 
 def _close_all(descriptors: list[int]) -> None:

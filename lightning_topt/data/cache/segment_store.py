@@ -8,7 +8,6 @@ bytes to the same place. Readers take no lock: a record and an entry each carry 
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Sequence
 from math import inf
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from lightning_topt.data.cache.memory_file import available_bytes
-from lightning_topt.data.cache.store_file import BYTES_MASK, PAGE, RECORD, LockTimeout, StoreFile, locked
+from lightning_topt.data.cache.store_file import BYTES_MASK, PAGE, PAUSE_SECONDS, RECORD, LockTimeout, StoreFile
 
 EMPTY, CLAIMED, STORED = 0, 1, 2
 _MOST_BUFFERS = 512  # of one system call; Linux takes 1024
@@ -50,6 +49,7 @@ class SegmentStore:
 
     With `verify_once` an entry that this process has found whole is not checked again: for memory that nobody else can change.
     Nothing here raises for a file system or memory that is full or fails: reading gives None, writing False, with one warning.
+    While a process holds the lock and does not go on (it is stopped), nothing is written, and nobody waits more than once.
     """
 
     def __init__(self, file: StoreFile, *, capacity_bytes: int, name: str = "cache", verify_once: bool = False) -> None:
@@ -58,7 +58,6 @@ class SegmentStore:
         self.damaged = 0  # entries found damaged by this process
         self._verified = bytearray(file.num_items) if verify_once else None
         self._refused_bytes: float = inf  # entries from this size on have no room: nothing is ever evicted
-        self._warn_lock = threading.Lock()
 
     def read(self, item: int) -> npt.NDArray[np.uint8] | None:
         """A verified copy of the entry, writable; None where it is absent or damaged (then it is dropped)."""
@@ -119,12 +118,24 @@ class SegmentStore:
         return self.locate(item) is not None
 
     def __len__(self) -> int:
-        return int((self.file.records()[:, 1] >> np.uint64(56) == STORED).sum())
+        return int((self.states() == STORED).sum())
+
+    def states(self) -> npt.NDArray[np.uint64]:
+        """Of all items, or of the first ones where the file was cut off; not verified."""
+        try:
+            return self.file.records()[:, 1] >> np.uint64(56)
+        except OSError as error:
+            self._warn(f"reading from the {self.name} failed: {error}")
+            return np.empty(0, np.uint64)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of entries, with what was reserved for some and not written."""
-        return self.file.space().tail - self.file.data_start
+        """Bytes of entries, with what was reserved for some and not written; 0 where that cannot be read."""
+        try:
+            return self.file.space().tail - self.file.data_start
+        except OSError as error:
+            self._warn(f"reading from the {self.name} failed: {error}")
+            return 0
 
     def _record(self, item: int) -> tuple[int, int, int, int]:
         """State, offset, bytes and checksum of an item; one whose record is damaged is empty."""
@@ -151,6 +162,8 @@ class SegmentStore:
 
     def write(self, item: int, parts: Sequence[Any]) -> bool:
         """Store an entry, given as buffers; whether it is there now. False: no room, or the file system failed."""
+        if not self.may_take(item, sum(map(len, parts))):
+            return item in self
         return self.write_many([item], [parts], [checksum(parts, item=item)])[0]
 
     def write_many(self, items: Sequence[int], entries: Sequence[Sequence[Any]], digests: Sequence[int]) -> list[bool]:
@@ -183,8 +196,8 @@ class SegmentStore:
         return True
 
     def may_take(self, item: int, nbytes: int) -> bool:
-        """Whether `write` is worth trying: False where an entry of so many bytes has found no room before."""
-        return nbytes < self._refused_bytes or self._record(item)[0] != EMPTY
+        """Whether `write` is worth trying: False where an entry of so many bytes has found no room, or in a pause."""
+        return not self.file.is_paused and (nbytes < self._refused_bytes or self._record(item)[0] != EMPTY)
 
     def claim(self, items: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
         """Keep places for entries of so many bytes: where they are; None where one is there already or has no room."""
@@ -193,7 +206,7 @@ class SegmentStore:
         if not worth:
             return places
         try:
-            with locked(self.file.lock):
+            with self.file.locked():
                 new = []
                 for i in worth:
                     state, offset, reserved, _ = self._record(items[i])
@@ -220,8 +233,10 @@ class SegmentStore:
     def discard(self, item: int) -> None:
         """Drop a damaged entry; its place is kept for the same item."""
         self.damaged += 1
+        if self.file.is_paused:
+            return
         try:
-            with locked(self.file.lock):
+            with self.file.locked():
                 state, offset, nbytes, _ = self._record(item)
                 if state == STORED:
                     self._write_record(item, CLAIMED, offset, nbytes, 0)
@@ -229,14 +244,17 @@ class SegmentStore:
             self._warn(f"a damaged sample could not be dropped from the {self.name}: {error}")
 
     def clear(self) -> None:
-        """Forget all items. What is being written meanwhile may come back."""
-        with locked(self.file.lock):
-            zeros = bytes(RECORD.size * self.num_items)
-            os.pwrite(self.file.descriptor, zeros, PAGE)
+        """Forget all items. What is being written meanwhile may come back; nothing is forgotten where the file fails."""
+        try:
+            with self.file.locked():
+                os.pwrite(self.file.descriptor, bytes(RECORD.size * self.num_items), PAGE)
+        except OSError as error:
+            self._warn(f"the {self.name} could not be emptied: {error}")
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, LockTimeout):
-            self._warn(f"a sample was not stored in the {self.name}: {error}")
+            retried = f"this is tried again every {PAUSE_SECONDS:g} s"
+            self._warn(f"samples are not stored in the {self.name} at the moment: {error}; {retried}")
         else:
             self._stop(str(error))
 
@@ -246,13 +264,17 @@ class SegmentStore:
         self._warn(f"no more samples are stored in the {self.name}: {reason}")
 
     def _warn(self, message: str) -> None:
-        with self._warn_lock:
-            if message not in _warned:
-                _warned.add(message)
-                warnings.warn(message, stacklevel=3)
+        warn_once(message, stacklevel=4)
 
 
-_warned: set[str] = set()
+_warned: dict[str, object] = {}
+
+
+def warn_once(message: str, *, stacklevel: int) -> None:
+    """A warning that this process has not given yet."""
+    first = object()
+    if _warned.setdefault(message, first) is first:
+        warnings.warn(message, stacklevel=stacklevel)
 
 
 def described(store: SegmentStore) -> dict[str, Any]:
@@ -260,7 +282,7 @@ def described(store: SegmentStore) -> dict[str, Any]:
     return {
         "descriptor": store.file.descriptor,
         "num_items": store.num_items,
-        "lock": str(store.file.lock),
+        "lock": str(store.file.lock.path),
         "in_memory": store.file.available is not None,
         "capacity_bytes": store.capacity_bytes,
         "name": store.name,

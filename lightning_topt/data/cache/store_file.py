@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,12 +27,11 @@ PAGE = 4096
 MAGIC = b"toptseg1"
 CHUNK_BYTES = 1 << 24  # of room reserved at a time
 LOCK_SECONDS = 10.0
+PAUSE_SECONDS = 60.0  # without asking for a lock that was not to be had
+RETRY_SECONDS = 0.5  # of waiting for it then
 RECORD = struct.Struct("<QQQQ")  # offset, state << 56 | bytes, checksum of the entry, checksum of this record
 BYTES_MASK = np.uint64((1 << 56) - 1)
 _HEADER = struct.Struct("<8sQQQQ")  # magic, number of items, tail, reserved, checksum
-_locks: dict[
-    str, tuple[int, threading.Lock]
-] = {}  # never closed: closing any descriptor of a file ends a process's locks
 
 
 class Space(NamedTuple):
@@ -45,63 +45,125 @@ class LockTimeout(OSError):
     """Another process has held the lock of a store for too long."""
 
 
+class StoreLock:
+    """A lock file that is open here: against all threads and processes that have the same file, whatever its path is now."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self.descriptor, self.threads = path, descriptor, threading.Lock()
+
+    @contextlib.contextmanager
+    def held(self, *, seconds: float | None = None) -> Iterator[None]:
+        """Hold it; a process that dies lets go of it. Raises LockTimeout after `seconds`, by default `LOCK_SECONDS`."""
+        seconds = LOCK_SECONDS if seconds is None else seconds
+        deadline, threads = time.monotonic() + seconds, self.threads
+        if not threads.acquire(timeout=seconds):
+            raise LockTimeout(f"{self.path} is locked by another thread")
+        try:
+            pause = 1e-4
+            while True:
+                try:
+                    fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise LockTimeout(f"{self.path} is locked by another process, which may be stopped") from None
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.01)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+        finally:
+            threads.release()
+
+
+# By device and inode. They are never closed: closing any descriptor of a file ends a process's locks.
+_locks: dict[tuple[int, int], StoreLock] = {}
+
+
+def lock_at(path: Path) -> StoreLock:
+    """The lock file at `path`, made where there is none; the same one for all who find the same file."""
+    with contextlib.suppress(FileNotFoundError):
+        known = _locks.get(_identity(os.stat(path)))
+        if known is not None:
+            return known
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return _locks.setdefault(_identity(os.fstat(descriptor)), StoreLock(path, descriptor))
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
 def forget_locks() -> None:
     """In a new process: its parent's threads are not here to release theirs."""
-    for path, (descriptor, _) in list(_locks.items()):
-        _locks[path] = (descriptor, threading.Lock())
+    for lock in list(_locks.values()):
+        lock.threads = threading.Lock()
 
 
 os.register_at_fork(after_in_child=forget_locks)
 
 
-@contextlib.contextmanager
-def locked(path: Path, *, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold the lock file `path` against all threads and processes; a process that dies lets go of it.
-
-    Raises LockTimeout after `seconds`.
-    """
-    name = str(path)
-    if name not in _locks:
-        _locks[name] = (os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), threading.Lock())
-    descriptor, threads = _locks[name]
-    deadline = time.monotonic() + seconds
-    if not threads.acquire(timeout=seconds):
-        raise LockTimeout(f"{path} is locked by another thread")
+def made(folder: Path) -> Path:
+    """The folder, which is there now. Raises ValueError where a file has its place, OSError where it cannot be made."""
     try:
-        pause = 1e-4
-        while True:
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise LockTimeout(f"{path} has been locked by another process for {seconds:g} s") from None
-                time.sleep(pause)
-                pause = min(2 * pause, 0.01)
-        try:
-            yield
-        finally:
-            fcntl.lockf(descriptor, fcntl.LOCK_UN)
-    finally:
-        threads.release()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+        if file is None:
+            raise
+        raise ValueError(f"a cache needs a folder, and {file} is a file: give another directory") from error
+    return folder
 
 
 class StoreFile:
     """An open store file of `num_items` items, made where it is empty or not one of ours.
 
-    `available` says how many more bytes may be taken, None: the file system decides.
+    `available` says how many more bytes may be taken, None: the file system decides. Raises OSError where it cannot be made.
     """
 
     def __init__(
         self, descriptor: int, *, num_items: int, lock: Path, available: Callable[[], int] | None = None
     ) -> None:
-        self.descriptor, self.num_items, self.lock, self.available = descriptor, num_items, lock, available
+        self.descriptor, self.num_items, self.lock, self.available = descriptor, num_items, lock_at(lock), available
         self.data_start = -(-(PAGE + 32 * num_items) // PAGE) * PAGE
-        with locked(lock):
-            if self._read_header() is None and self._is_foreign():
-                os.ftruncate(descriptor, 0)
-                os.ftruncate(descriptor, self.data_start)
-                self.write_space(Space(self.data_start, self.data_start))
+        self._paused_until = -inf  # from the lock's first timeout until it was got again
+        if self._read_header() is None:
+            with self.lock.held():
+                self._begin()
+
+    def _begin(self) -> None:
+        if self._read_header() is None and self._is_foreign():
+            os.ftruncate(self.descriptor, 0)
+            os.ftruncate(self.descriptor, self.data_start)
+            self.write_space(Space(self.data_start, self.data_start))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nobody should ask for the lock now: it was not to be had a moment ago."""
+        return self._paused_until > -inf and time.monotonic() < self._paused_until
+
+    def pause(self) -> None:
+        """Let nobody ask for the lock for a while, and then with less patience, until it was got once."""
+        self._paused_until = time.monotonic() + PAUSE_SECONDS
+
+    def end_pause(self) -> None:
+        """Wait for the lock as if it had always been to be had."""
+        self._paused_until = -inf
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock. Raises LockTimeout; then there is a `pause`.
+
+        Its holder may be stopped for good, and who asks may be about to train with a sample that it has already.
+        """
+        try:
+            with self.lock.held(seconds=None if self._paused_until == -inf else RETRY_SECONDS):
+                self.end_pause()
+                yield
+        except LockTimeout:
+            self.pause()
+            raise
 
     def _read_header(self) -> Space | None:
         raw = os.pread(self.descriptor, _HEADER.size, 0)

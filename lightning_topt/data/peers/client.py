@@ -18,6 +18,7 @@ from lightning_topt.data.peers.partition import owners
 from lightning_topt.data.peers.protocol import PeerLimits, run_key
 from lightning_topt.data.peers.push import PushCounts, Pusher
 
+NOWHERE = ("", 0)  # the address of a node that keeps nothing, since none of its tiers could be opened
 EXIT_SECONDS = 3.0  # for pushes when a process ends; torch's DataLoader ends workers after 5
 
 
@@ -38,7 +39,8 @@ class Peers:
     """What a `SampleCache` needs to know of the other nodes; picklable, and every process makes connections of its own.
 
     Args:
-        addresses: of all nodes' `PeerServer` (host, port), in the order of the nodes; that of this node is not used.
+        addresses: of all nodes' `PeerServer` (host, port), in the order of the nodes; that of this node is not used. A node at
+            `NOWHERE` is not asked.
         node: the number of this node.
         num_items, seed: the partition, see `owners`; the same on all nodes.
         secret, fingerprint: as the servers have them.
@@ -103,7 +105,7 @@ class Peers:
         pending: dict[int, list[int]] = {}
         for position, item in enumerate(items):
             owner = int(self._owners[item])
-            if owner != self.node:
+            if owner != self.node and self.addresses[owner] != NOWHERE:
                 pending.setdefault(owner, []).append(position)
         while pending:
             asked = [(owner, at, self._ask(owner, [items[i] for i in at])) for owner, at in pending.items()]
@@ -167,7 +169,7 @@ class Peers:
         """Give an entry (buffers, copied) to its owner, in the background; see `PushCounts` for what becomes of it."""
         owner = int(self._owners[item])
         assert owner != self.node, "a node's own items are not pushed"
-        if sum(map(len, parts)) > self.limits.entry_bytes:
+        if sum(map(len, parts)) > self.limits.entry_bytes or self.addresses[owner] == NOWHERE:
             self.counts.pushes.refused += 1
             return
         with self._lock:

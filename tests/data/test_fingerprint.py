@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import enum
 import os
+import pickle
 import random
 import re
 import subprocess
 import sys
 import threading
-import types
 from importlib import metadata
 from pathlib import Path
 
@@ -18,10 +20,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from lightning_topt.data.cache import sample_layout
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.determinism import deterministic
 from lightning_topt.data.cache.fingerprint import UnnamableError, fingerprint
-from lightning_topt.data.cache.fingerprint import _version as version
+from lightning_topt.data.cache.fingerprint_packages import version
 from lightning_topt.data.cache.sample_cache import SampleCache
 
 CODE = """
@@ -84,6 +87,15 @@ STATES = [
     np.random,
     range(3),
     random.random,
+    slice(1),
+    re.compile("a").search,
+    re.compile("b").search,
+    collections.defaultdict(int),
+    collections.defaultdict(list),
+    {re.compile, int},
+    {re.compile, str},
+    enum.Enum("One", {"a": 1}).a,
+    enum.Enum("One", {"a": 2}).a,
 ]
 
 
@@ -129,6 +141,36 @@ def test_files_that_are_named_count_with_size_and_time(tmp_path):
     )
 
 
+NAMED = {
+    "bytes": os.fsencode,
+    "bytes in a list": lambda path: [os.fsencode(path)],
+    "texts": lambda path: np.array([["none", ""], [path, path]]),
+    "other bytes": lambda path: np.array(["none", path]).astype(">U300"),
+    "ascii": lambda path: np.array([b"none", os.fsencode(path)]),
+    "objects": lambda path: np.array([path, None]),
+    "one": np.str_,
+    "fields": lambda path: np.array([(1, path)], dtype=[("label", "i8"), ("path", "U300")]),
+    "keys": lambda path: {path: 1},
+    "set": lambda path: {path},
+}
+
+
+@pytest.mark.parametrize("form", NAMED.values(), ids=NAMED)
+def test_files_count_in_whatever_way_they_are_named(tmp_path, form):
+    path = tmp_path / "a"
+    path.write_text("one")
+    state = form(str(path))
+    before, version = fingerprint(made(state)), fingerprint(made(state), data_version="1")
+    path.write_text("three")
+    assert fingerprint(made(state)) != before
+    assert fingerprint(made(state), data_version="1") == version
+
+
+def test_arrays_of_texts_that_name_nothing():
+    arrays = [np.array(texts) for texts in (["a.b", "/c"], ["a.b", "/d"], [""], [b"."], [b"\xff/"], ["\ud800/"], [])]
+    assert len({fingerprint(made(array)) for array in arrays}) == len(arrays)
+
+
 def test_what_has_no_canonical_form_is_an_error():
     with pytest.raises(UnnamableError, match="lock"):
         fingerprint(made(threading.Lock()))
@@ -149,35 +191,67 @@ def test_what_getstate_leaves_out_does_not_count():
     assert fingerprint(TensorDataset(torch.ones(3))) != fingerprint(TensorDataset(torch.zeros(3)))
 
 
-HELPERS = """
+def test_a_lock_that_is_no_state_goes_by_name():
+    values = {"__name__": "users_module", "lock": threading.Lock(), "__getitem__": lambda self, index: self.lock}
+    kinds = [type("Data", (), values | {"by": by}) for by in (1, 1, 2)]
+    names = [fingerprint([kind, kind()]) for kind in kinds]
+    assert names[0] == names[1] != names[2]
+
+
+@pytest.mark.parametrize("made_of", [lambda cls: cls, lambda cls: [cls], lambda cls: [cls, cls([1])]])
+def test_a_class_in_the_state_counts_with_its_code(made_of):
+    names = [fingerprint([made_of(type(made(added=added)))]) for added in (1, 1, 2)]
+    assert names[0] == names[1] != names[2]
+
+
+SHARED = [0.5]
+
+
+class Normalized(Dataset):
+    def __init__(self, mean=SHARED, std=(0.2, 0.3)):
+        self.mean, self.std, self.again = mean, std, [mean, std]
+
+    def __getitem__(self, index):
+        return index - SHARED[0]
+
+
+def test_a_copy_that_shares_nothing_is_equal():
+    data = Normalized()
+    assert fingerprint(pickle.loads(pickle.dumps(data))) == fingerprint(data)
+    data.again = [[0.5], (0.2, 0.3)]
+    assert fingerprint(data) == fingerprint(Normalized())
+
+
+def test_sets_with_a_way_back():
+    data = made()
+    data.state = {(data,), (data, 1)}
+    assert fingerprint(data) == fingerprint(copy.deepcopy(data)) != fingerprint(made())
+
+
+TABLE = """
 import functools
-def one(x):
-    return x + {added}
-@functools.lru_cache
-def kept(x):
-    return x + {added}
-class Scale:
+class Data:
     def __init__(self, by):
         self.by = by
-    def __call__(self, x):
-        return x * self.by
-scale = Scale({added})
+    @functools.cached_property
+    def table(self):
+        return [object(), self.by * {factor}]
+    def __getitem__(self, i):
+        return self.table[1] + i
 """
-USES = ["helpers.one(i)", "[one(x) for x in range(i)]", "(lambda: one(i))()", "kept(i)", "scale(i)"]
 
 
-def using(use, *, added):
-    helpers = types.ModuleType("helpers")
-    exec(HELPERS.format(added=added), vars(helpers))
-    namespace = {"__name__": "users_module", "helpers": helpers, **vars(helpers)} | {"__name__": "users_module"}
-    exec(f"class Data:\n    def __getitem__(self, i):\n        return {use}", namespace)
-    return namespace["Data"]()
+def test_a_cached_property_counts_as_its_code():
+    def data(by, *, factor):
+        namespace = {"__name__": "users_module"}
+        exec(TABLE.format(factor=factor), namespace)
+        return namespace["Data"](by)
 
-
-@pytest.mark.parametrize("use", USES)
-def test_code_in_other_modules_counts(use):
-    names = [fingerprint(using(use, added=added)) for added in (1, 1, 2)]
-    assert names[0] == names[1] != names[2]
+    used = data(1, factor=1)
+    before = fingerprint(used)
+    assert used[1] == 2 and "table" in vars(used)
+    assert fingerprint(used) == before == fingerprint(data(1, factor=1))
+    assert len({before, fingerprint(data(2, factor=1)), fingerprint(data(1, factor=2))}) == 3
 
 
 class Marked(Dataset):
@@ -218,9 +292,26 @@ def test_folders_do_not_count(tmp_path):
     assert fingerprint(made(str(tmp_path))) == before
 
 
+def test_files_that_the_kernel_makes_up_do_not_count(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("x")
+    names, look = [], os.stat
+    for time in (1, 2):
+        os.utime(tmp_path / "a", ns=(time, time))
+        monkeypatch.setattr(os, "stat", lambda path, **options: look(tmp_path / "a", **options))
+        names.append((fingerprint(["/proc/uptime", b"/sys/power/state"]), fingerprint(["/data/uptime"])))
+        monkeypatch.undo()
+    assert names[0][0] == names[1][0] and names[0][1] != names[1][1]
+
+
 def test_another_version_of_a_library_is_another_name(monkeypatch):
     before = fingerprint(made(torch.nn.Linear))
     version.cache_clear()
     monkeypatch.setattr(metadata, "version", lambda name: "0.0")
     assert fingerprint(made(torch.nn.Linear)) != before
     version.cache_clear()
+
+
+def test_another_format_of_samples_is_another_name(monkeypatch):
+    before = fingerprint([1])
+    monkeypatch.setattr(sample_layout, "FORMAT", sample_layout.FORMAT + 1)
+    assert fingerprint([1]) != before

@@ -1,7 +1,8 @@
 """A name for a data set and everything done to its samples, equal in every process and run as long as they are.
 
 It is a hash of code and state in a canonical form: no memory addresses, no order of sets, no pickle. What cannot be brought
-into that form raises, rather than sharing a name with something else.
+into that form raises, rather than sharing a name with something else. State is a tree of values, each with a hash of its own.
+Code is a graph: functions, classes and modules are numbered in the order in which they are met, and added one after the other.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import copyreg
 import enum
 import functools
 import os
+import random
 import stat
-import sys
 import types
+import weakref
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import PurePath
 from typing import Any
 
@@ -23,39 +24,19 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_topt.data.cache import sample_layout
 from lightning_topt.data.cache.determinism import HOOK
+from lightning_topt.data.cache.fingerprint_code import LaterModule, Own, Parts, Words, parts_of
+from lightning_topt.data.cache.fingerprint_packages import home, is_library, version
 
-_PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), type(Ellipsis), range, slice)
-
-# Of a class: what Python keeps there (some of it only after the first copy of an instance), and where its text stood.
-_NO_CODE = frozenset(
-    [
-        "__dict__",
-        "__weakref__",
-        "__doc__",
-        "__module__",
-        "__abstractmethods__",
-        "_abc_impl",
-        "__slotnames__",
-        "__firstlineno__",
-    ]
-)
+_KINDS = (int, float, complex, bool, str, bytearray, type(None), type(Ellipsis), range)
+_PLAIN = {kind: kind.__name__ for kind in _KINDS}
+_SEARCHED = 1 << 22  # bytes of an array of texts at a time, which stay in a core's cache
+_DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property, functools.singledispatchmethod)
 
 
 class UnnamableError(ValueError):
     """Part of a data set has no canonical form."""
-
-
-_LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
-    "torch",
-    "torchvision",
-    "numpy",
-    "PIL",
-    "lightning",
-    "pytorch_lightning",
-    "fsspec",
-    "lightning_topt",
-}
 
 
 def fingerprint(dataset: Any, *, data_version: str | None = None) -> str:
@@ -63,20 +44,45 @@ def fingerprint(dataset: Any, *, data_version: str | None = None) -> str:
 
     Names of existing local files in the state add each file's size and time of last change. With a `data_version` that is not
     looked at: the user changes it whenever the data do. Raises UnnamableError where some state has no canonical form (an open
-    file, a lock): keep it out of the pickled state (``__getstate__``) or build it on first use.
+    file, a lock): keep it out of the pickled state (``__getstate__``) or build it on first use. What a ``cached_property`` has
+    computed is no state.
     """
     hasher = _Hasher(look_at_files=data_version is None)
-    hasher.add(data_version)
+    hasher.add([sample_layout.FORMAT, data_version])
     hasher.add(dataset)
-    return hasher.digest.hexdigest()
+    return hasher.finished()
 
 
 class _Hasher:
-    def __init__(self, *, look_at_files: bool) -> None:
-        self.look_at_files = look_at_files
+    def __init__(self, *, look_at_files: bool, is_strict: bool = True, follows_code: bool = True) -> None:
+        self.look_at_files, self.follows_code = look_at_files, follows_code
+        self.is_strict = is_strict  # whether what has no canonical form is an error
         self.digest = xxhash.xxh3_128()
-        self.seen: dict[int, int] = {}  # id -> order of first meeting: cycles and shared parts
+        self.open: dict[int, int] = {}  # id -> depth, of what is being added: cycles
+        self.added: dict[int, bytes] = {}  # id -> hash: a part that is shared counts as two equal ones do
         self.kept: list[Any] = []  # what is alive keeps its id
+        self.numbers: dict[int | str, int] = {}  # of code that was met, by id or name
+        self.waiting: list[tuple[Any, bool]] = []  # the same code, each with `is_strict`
+        self.passing: dict[type, set[str]] = {}  # names of what is no lasting state
+
+    def finished(self) -> str:
+        """The hash, with all code that was met and what it refers to in turn."""
+        for code, is_strict in self.waiting:  # which grows meanwhile
+            self.is_strict = is_strict
+            self._add_parts(parts_of(code))
+        return self.digest.hexdigest()
+
+    def _add_parts(self, parts: Parts) -> None:
+        outer = self.is_strict
+        for part in parts:
+            if isinstance(part, Words):
+                self._write(*part.words)
+            elif isinstance(part, LaterModule):
+                self._add_number(part, key=part.name)
+            else:
+                self.is_strict = outer and isinstance(part, Own)
+                self.add(part.value)
+                self.is_strict = outer
 
     def _write(self, *words: str | bytes) -> None:
         for word in words:
@@ -86,45 +92,83 @@ class _Hasher:
 
     def add(self, value: Any) -> None:
         """Take `value` into the hash."""
-        if isinstance(value, _PLAIN) and type(value) in _PLAIN:
-            self._write(type(value).__name__, repr(value))
+        if type(value) in _PLAIN:
+            text = value if isinstance(value, str) else repr(value)
+            self.digest.update(f"{_PLAIN[type(value)]} {len(text)} {text}".encode("utf-8", "surrogatepass"))
             if isinstance(value, str):
                 self._add_file(value)
+        elif type(value) is bytes:
+            self._write("bytes", value)
+            self._add_file(value)
+        elif issubclass(type(value), type | types.FunctionType):
+            self._add_number(value, key=id(value))
+        elif id(value) in self.added:
+            self._write(self.added[id(value)])
+        elif id(value) in self.open:
+            self._write("again", str(len(self.open) - self.open[id(value)]))
+        else:
+            self.kept.append(value)
+            self.open[id(value)] = len(self.open)
+            outer, self.digest = self.digest, xxhash.xxh3_128()
+            self._write(type(value).__qualname__)
+            self._add_compound(value)
+            self.added[id(value)] = self.digest.digest()
+            self.digest = outer
+            self._write(self.added[id(value)])
+            del self.open[id(value)]
+
+    def _add_number(self, code: Any, *, key: int | str) -> None:
+        """Code is added later: a long chain of functions would be too deep a recursion."""
+        if not self.follows_code:
+            self._write(home(code), code.__qualname__, getattr(getattr(code, "__code__", None), "co_code", b""))
             return
-        if id(value) in self.seen:
-            self._write("again", str(self.seen[id(value)]))
-            return
-        self.seen[id(value)] = len(self.seen)
-        self.kept.append(value)
-        self._write(type(value).__module__, type(value).__qualname__)
-        self._add_compound(value)
+        if key not in self.numbers:
+            self.numbers[key] = len(self.numbers)
+            self.kept.append(code)
+            self.waiting.append((code, self.is_strict))
+        self._write("code", str(self.numbers[key]))
 
     def _add_compound(self, value: Any) -> None:
-        if isinstance(value, Tensor):
+        if isinstance(value, list | tuple):
+            self._write(str(len(value)))
+            for item in value:
+                self.add(item)
+            self._add_attributes(value)
+        elif isinstance(value, Tensor):
             self._add_tensor(value)
         elif isinstance(value, np.ndarray | np.generic):
             self._add_array(np.asarray(value))
-        elif isinstance(value, torch.dtype | torch.device | torch.Size | np.dtype | enum.Enum):
+        elif isinstance(value, torch.dtype | torch.device | np.dtype):
             self._write(str(value))
+        elif isinstance(value, enum.Enum):
+            self.add([type(value), value.name, value.value])
         elif isinstance(value, PurePath):
             self._write(str(value))
             self._add_file(value)
+        elif isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+            self._refuse(value)  # it has what happens to be alive
         elif isinstance(value, Mapping):
-            items = [(key, item) for key, item in value.items() if key != HOOK]  # which an earlier cache left
+            items = [(key, item) for key, item in value.items() if key != HOOK]
             self._write(str(len(items)))
             for key, item in items:
                 self.add(key)
                 self.add(item)
             self._add_attributes(value)
-        elif isinstance(value, list | tuple):
-            self._write(str(len(value)))
-            for item in value:
+        elif isinstance(value, set | frozenset):
+            for item in sorted(value, key=self._order):
                 self.add(item)
             self._add_attributes(value)
-        elif isinstance(value, set | frozenset):
-            self._write(*sorted(_digest_of(item, self.look_at_files) for item in value))
         else:
             self._add_object(value)
+
+    def _order(self, item: Any) -> str:
+        """Of the items of a set, whatever order they are in."""
+        if type(item) in _PLAIN or type(item) is bytes:
+            return f"{type(item).__name__} {item!r}"
+        alone = _Hasher(look_at_files=False, is_strict=False, follows_code=False)
+        alone.open = dict(self.open)
+        alone.add(item)
+        return alone.finished()
 
     def _add_tensor(self, value: Tensor) -> None:
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -138,151 +182,104 @@ class _Hasher:
                 self.add(item)
         else:
             self.digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else b"")
+            for path in _paths_in(value) if self.look_at_files else ():
+                self._add_file(path)
 
     def _add_object(self, value: Any) -> None:
-        if isinstance(value, type):
-            self._add_class(value)
-        elif isinstance(value, types.FunctionType):
-            self._add_function(value)
-        elif isinstance(value, types.MethodType):
-            self.add(value.__func__)
-            self.add(value.__self__)
+        if isinstance(value, types.MethodType):
+            self.add([value.__func__, value.__self__])
         elif isinstance(value, functools.partial):
             self.add([value.func, value.args, value.keywords])
-        elif isinstance(value, functools._lru_cache_wrapper):
-            self.add(value.__wrapped__)
-        elif isinstance(value, types.BuiltinFunctionType | types.ModuleType | np.ufunc):
-            self._write(getattr(value, "__module__", "") or "", value.__name__)
-        elif isinstance(value, types.CodeType):
-            self._add_code(value)
-        elif isinstance(value, property | staticmethod | classmethod):
-            self.add([getattr(value, name, None) for name in ("fget", "fset", "__func__")])
-        elif isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState):
+        elif isinstance(value, types.BuiltinFunctionType | np.ufunc):
+            self._add_builtin(value)
+        elif isinstance(value, types.ModuleType | types.CodeType):
+            self._add_parts(parts_of(value))
+        elif isinstance(value, _DESCRIPTORS):
+            names = ("fget", "fset", "__func__", "func", "dispatcher")
+            self.add([type(value), *(getattr(value, name, None) for name in names)])
+        elif isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
             self._write("random state")  # randomness has no part in what is cached
         else:
             self._add_instance(value)
 
+    def _add_builtin(self, value: Any) -> None:
+        owner = getattr(value, "__self__", None)
+        if owner is None or isinstance(owner, types.ModuleType) or value.__module__:
+            self._write(home(value), value.__name__, version(home(value)))
+        else:
+            self._write(value.__name__)
+            self.add(owner)
+
     def _add_instance(self, value: Any) -> None:
         """Its class, and what pickle would keep of it, in our own form."""
-        self._add_class(type(value))
+        self.add(type(value))
+        if is_library(home(type(value))) and getattr(value, "__wrapped__", None) is not None:
+            self.add(
+                [value.__wrapped__, getattr(value, "targetoptions", None)]
+            )  # numba's state has a random number in it
+            return
         try:
             registered = copyreg.dispatch_table.get(type(value))
             reduced: Any = value.__reduce_ex__(4) if registered is None else registered(value)
-        except TypeError as error:
+        except Exception as error:  # TypeError says it cannot be pickled, but not everybody knows
+            self._refuse(value, error)
+            return
+        if isinstance(reduced, str):
+            self._write(reduced, home(value), version(home(value)))
+            return
+        state = self._lasting(reduced[2], type(value)) if len(reduced) > 2 else None
+        self.add([*reduced[:2], state, *(list(part) for part in reduced[3:5] if part is not None)])
+
+    def _refuse(self, value: Any, error: Exception | None = None) -> None:
+        if self.is_strict:
             raise UnnamableError(
                 f"the data set's state has a {type(value).__module__}.{type(value).__qualname__}, of which it cannot be told "
                 "whether it is the same in the next run: leave it out of __getstate__, or make it on first use"
             ) from error
-        if isinstance(reduced, str):
-            self._write(reduced)
-            return
-        state = reduced[2] if len(reduced) > 2 else None
-        if isinstance(state, dict) and not state.keys() - {HOOK}:  # pickle has None for no attributes
-            state = None
-        self.add([*reduced[:2], state, *(list(part) for part in reduced[3:5] if part is not None)])
+        self._write("by name")
+
+    def _lasting(self, state: Any, cls: type) -> Any:
+        """State without what is there only after the first use; None if nothing is left, as pickle has it."""
+        if isinstance(state, tuple) and len(state) == 2:  # the second one is of __slots__
+            return self._lasting(state[0], cls), state[1]
+        if not isinstance(state, dict):
+            return state
+        if cls not in self.passing:
+            values = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
+            cached = {name for name, value in values.items() if isinstance(value, functools.cached_property)}
+            self.passing[cls] = cached | {HOOK}  # which an earlier cache left
+        return {name: value for name, value in state.items() if name not in self.passing[cls]} or None
 
     def _add_attributes(self, value: Any) -> None:
         """Of a subclass of a container."""
-        if type(value) not in (dict, list, tuple):
-            self._add_class(type(value))
-            self.add(getattr(value, "__dict__", None))
+        if type(value) not in (dict, list, tuple, set, frozenset):
+            attributes = self._lasting(getattr(value, "__dict__", None), type(value))
+            self.add([type(value), attributes, getattr(value, "default_factory", None)])
 
-    def _add_class(self, cls: type) -> None:
-        """Code of the class and its bases, as far as they are not installed with Python or torch: those go by name."""
-        for base in cls.__mro__:
-            self._write(base.__module__, base.__qualname__, _version(base.__module__))
-            if _is_library(base.__module__) or id(base) in self.seen:
-                continue
-            self.seen[id(base)] = len(self.seen)
-            for name in sorted(vars(base)):
-                if name not in _NO_CODE:
-                    self._write(name)
-                    self.add(vars(base)[name])
-
-    def _add_function(self, value: types.FunctionType) -> None:
-        self._write(value.__module__ or "", value.__qualname__, _version(value.__module__))
-        if _is_library(value.__module__):
-            return
-        self._add_code(value.__code__)
-        self.add(value.__defaults__)
-        self.add(value.__kwdefaults__)
-        cells = value.__closure__ or ()
-        self.add([cell.cell_contents for cell in cells if not _is_empty(cell)])
-        names = _names(value.__code__)
-        for name in names:
-            if name in value.__globals__:
-                self._write(name)
-                self._add_global(value.__globals__[name], names)
-
-    def _add_global(self, value: Any, names: list[str]) -> None:
-        """What a function refers to in its module; of a module that is the user's, what may be meant by `names`."""
-        if isinstance(value, types.ModuleType):
-            if _is_library(value.__name__) or id(value) in self.seen:
-                self._write(_version(value.__name__))
-                return
-            self.seen[id(value)] = len(self.seen)
-            for name in names:
-                if name in vars(value):
-                    self._write(name)
-                    self._add_global(vars(value)[name], names)
-            del self.seen[id(value)]  # another function may mean other things of it
-            return
-        try:
-            self.add(value)
-        except UnnamableError:  # a lock, a connection: no part of the data set's own state
-            self._write("by name")
-
-    def _add_code(self, code: types.CodeType) -> None:
-        self._write(code.co_code, " ".join(code.co_names), " ".join(code.co_varnames))
-        for constant in code.co_consts:
-            self.add(constant)
-
-    def _add_file(self, path: str | PurePath) -> None:
-        if not self.look_at_files or (isinstance(path, str) and (len(path) > 4096 or "\0" in path or not path)):
+    def _add_file(self, path: str | bytes | PurePath) -> None:
+        if not self.look_at_files or (isinstance(path, str | bytes) and not 0 < len(path) <= 4096):
             return
         try:
             found = os.stat(path)
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # no such file; no name of a file
             return
-        if stat.S_ISREG(found.st_mode):  # a folder changes with whatever is put beside the data
+        is_live = os.fsdecode(path).startswith(("/proc/", "/sys/"))  # last changed whenever one asks
+        if stat.S_ISREG(found.st_mode) and not is_live:  # a folder changes with whatever is put beside the data
             self._write(str(found.st_size), str(found.st_mtime_ns))
 
 
-def _digest_of(value: Any, look_at_files: bool) -> str:
-    hasher = _Hasher(look_at_files=look_at_files)
-    hasher.add(value)
-    return hasher.digest.hexdigest()
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """Of globals and attributes that `code` uses, and the functions and comprehensions inside it."""
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return list(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_library(module: str | None) -> bool:
-    """Whether a module is not the user's: its version names it. Part of the standard library, torch, NumPy, PIL, Lightning."""
-    return (module or "").partition(".")[0] in _LIBRARIES
-
-
-@functools.lru_cache(maxsize=4096)
-def _version(module: str | None) -> str:
-    """What stands for the code of a library's module: another version may decode or resize in another way."""
-    name = (module or "").partition(".")[0]
-    if name not in _LIBRARIES or name == "builtins":
-        return ""
-    if name in sys.stdlib_module_names:
-        return f"{sys.version_info.major}.{sys.version_info.minor}"
-    try:
-        return metadata.version({"PIL": "pillow", "lightning_topt": "lightning-topt"}.get(name, name))
-    except metadata.PackageNotFoundError:  # a source tree on the path
-        return ""
+def _paths_in(array: np.ndarray[Any, Any]) -> list[str | bytes]:
+    """Distinct items of an array of texts that may be names of files: those with a dot or a separator."""
+    if array.dtype.names:
+        return [path for name in array.dtype.names for path in _paths_in(array[name])]
+    if array.dtype.kind not in "SU" or not array.size * array.dtype.itemsize:
+        return []
+    texts = np.ascontiguousarray(array).reshape(-1)
+    letters = texts.view("u1" if array.dtype.kind == "S" else f"{array.dtype.str[0]}u4").reshape(len(texts), -1)
+    found: dict[str | bytes, None] = {}
+    step = max(1, _SEARCHED // array.dtype.itemsize)
+    for start in range(0, len(texts), step):
+        part = letters[start : start + step]
+        is_path = ((part == ord(".")) | (part == ord("/")) | (part == ord(os.sep))).any(axis=1)
+        found |= dict.fromkeys(texts[start : start + step][is_path].tolist())
+    return list(found)

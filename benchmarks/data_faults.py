@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import RESULTS, machine
+from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.cache.sample_codec import decode, encode, size_of
 
@@ -95,15 +96,16 @@ def killed_writers(folder: Path, *, kills: int = 200) -> str:
     return f"{kills} killed: no wrong sample among {found} found in the cache in between; all {ITEMS} stored afterwards"
 
 
-def flipped_bits(folder: Path, *, flips: int = 1000) -> str:
-    """Single bits anywhere in the entries on disk."""
+def flipped_bits(folder: Path, *, memory: int = 0, disk: int = ITEMS, flips: int = 1000) -> str:
+    """Single bits anywhere in the entries of one tier; each time a process that has not read them yet finds them."""
     rng, found = random.Random(1), 0
-    epoch(make(folder, memory=0), list(range(ITEMS)))
+    keeper = make(folder, memory=memory, disk=disk)
+    epoch(keeper, list(range(ITEMS)))
     for _ in range(flips):
-        cache = make(folder, memory=0)
-        assert cache.disk is not None
+        cache = make(folder, memory=memory, disk=disk)
+        (tier,) = cache.tiers
         item = rng.randrange(ITEMS)
-        where = cache.disk.locate(item)
+        where = tier.locate(item)
         assert where is not None
         position = where.offset + rng.randrange(where.nbytes)
         byte = os.pread(where.descriptor, 1, position)[0]
@@ -111,8 +113,40 @@ def flipped_bits(folder: Path, *, flips: int = 1000) -> str:
         found += epoch(cache, [item])
         assert epoch(cache, [item]) == 0
         cache.close()
+    keeper.close()
     assert found == flips
     return f"{flips} flipped: {found} found and read again from the source"
+
+
+def failing_source(folder: Path) -> str:
+    """A source that fails every third time, through the data set's cache: what it raises is the caller's."""
+    cache, calls, raised, rng = make(folder), 0, 0, random.Random(5)
+
+    class Data:
+        def __len__(self) -> int:
+            return ITEMS
+
+        def __getitem__(self, item: int) -> Sample:
+            nonlocal calls
+            calls += 1
+            if calls % 3 == 0:
+                raise OSError("no such bucket")
+            return source(item)
+
+    data = CachedDataset(Data(), cache)
+    missing = set(range(ITEMS))
+    while missing:
+        wanted = rng.sample(sorted(missing), min(10, len(missing)))
+        try:
+            for item, sample in zip(wanted, data.__getitems__(wanted), strict=True):
+                assert torch.equal(sample[0], source(item)[0]) and sample[1] == item
+            missing -= set(wanted)
+        except OSError as error:
+            assert str(error) == "no such bucket"
+            raised += 1
+    assert epoch(cache, list(range(ITEMS))) == 0
+    cache.close()
+    return f"{raised} errors raised to the caller; every sample right, and kept as soon as it had been read"
 
 
 def cut_files(folder: Path, *, cuts: int = 50) -> str:
@@ -198,7 +232,9 @@ def nothing_left(folder: Path) -> str:
 
 FAULTS: dict[str, Callable[[Path], str]] = {
     "writers killed at random moments": killed_writers,
-    "single bits flipped in entries": flipped_bits,
+    "single bits flipped in entries on disk": flipped_bits,
+    "single bits flipped in entries in memory": lambda folder: flipped_bits(folder, memory=ITEMS, disk=0),
+    "source that fails": failing_source,
     "file cut off at random lengths": cut_files,
     "disk full": full_disk,
     "shared memory full": full_memory,

@@ -137,11 +137,14 @@ class CachedDataModule(WrappedDataModule):
         if marked_method(dataset) is None and holds_mark(inner):
             self._cached_dataset(inner, ready_batches=False)  # before the marked method; what wraps it stays live
             return dataset
-        name = self._names.name_of(dataset, agree=gathered if self._joined else None)
+        name = self._name_of(dataset)
         if name not in self._caches:
             self._caches[name] = self._new_cache(name, num_items=len(dataset))
         cached = CachedDataset(dataset, self._caches[name])
         return BatchDataset(cached) if ready_batches else cached
+
+    def _name_of(self, dataset: Any) -> str:
+        return self._names.name_of(dataset, agree=gathered if self._joined else None)
 
     def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
         def make(*, write_behind: bool) -> SampleCache:

@@ -78,13 +78,13 @@ def test_no_more_connections_than_allowed(pair):
 
 
 def test_many_that_come_at_once_are_all_served(nodes):
-    two = nodes(2, strangers=2)
+    two = nodes(2, strangers=2, proof_seconds=60)
     for item in THEIRS:
         two[1].memory.write(item, [payload(item)])
     found, barrier = [], threading.Barrier(100)
 
     def come():
-        peers = client(two)
+        peers = client(two, timeout_seconds=60)
         barrier.wait(30)
         found.append(plain(peers.fetch(THEIRS[:2])))
 
@@ -92,7 +92,7 @@ def test_many_that_come_at_once_are_all_served(nodes):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert found == [[payload(item) for item in THEIRS[:2]]] * 100
 
 

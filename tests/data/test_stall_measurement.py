@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+)
 
 from lightning_topt.data.stalls import loop as stall_loop
 from lightning_topt.data.stalls import measurement as stall_measurement
@@ -261,6 +269,14 @@ def measure(source: Source, folder: Path, *, workers: int = 0, **loader: Any) ->
             DataLoader(source, **loader), train=train, cache=cache, directory=str(folder), options=OPTIONS
         )
     return result, runs, seen
+
+
+def test_each_part_of_a_data_set_has_samples_of_its_own():
+    parts = ConcatDataset([Source(20), Subset(Source(30), range(10))])
+    with MeasuredCache(OPTIONS.memory_bytes) as cache:
+        for _ in range(2):
+            batches = list(cache.loader_over(DataLoader(parts, batch_size=5), list(range(30)), num_workers=0))
+            assert torch.cat([index for _, index in batches]).tolist() == [*range(20), *range(10)]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -315,3 +315,13 @@ def test_another_format_of_samples_is_another_name(monkeypatch):
     before = fingerprint([1])
     monkeypatch.setattr(sample_layout, "FORMAT", sample_layout.FORMAT + 1)
     assert fingerprint([1]) != before
+
+
+def test_files_of_a_shared_part_count_once(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("1")
+    paths = [str(file)]
+    shared = fingerprint([paths, paths])
+    assert shared == fingerprint([[str(file)], [str(file)]]) == fingerprint(pickle.loads(pickle.dumps([paths, paths])))
+    file.write_text("22")
+    assert fingerprint([paths, paths]) != shared

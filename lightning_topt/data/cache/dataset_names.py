@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lightning_topt.data.cache.fingerprint import UnnamableError, fingerprint
+from lightning_topt.data.cache.fingerprint import UnnamableError, named
 
 Agree = Callable[[str], Sequence[str]]  # a rank's fingerprint -> those of all ranks
 
@@ -49,21 +49,21 @@ class DatasetNames:
         self._known[id(dataset)] = now
         return now.name
 
-    def _look(self, dataset: Any, named: Any) -> _Known:
-        name = fingerprint(named, data_version=self.data_version)
+    def _look(self, dataset: Any, like: Any) -> _Known:
+        name, state = named(like, data_version=self.data_version)
         try:
             reference: Callable[[], Any] = weakref.ref(dataset)
         except TypeError:  # a list has no weak references
             reference = _Itself(dataset)
-        had_value = {key: value is not None for key, value in getattr(named, "__dict__", {}).items()}
-        return _Known(reference, name, fingerprint(named, data_version=""), had_value)
+        had_value = {key: value is not None for key, value in getattr(like, "__dict__", {}).items()}
+        return _Known(reference, name, state, had_value)
 
     def _look_again(self, dataset: Any, known: _Known) -> _Known:
         try:
-            named, state = _state(dataset, known.had_value)
+            like, state = _state(dataset, known.had_value)
             if state == known.state:
                 return known
-            now = self._look(dataset, named)
+            now = self._look(dataset, like)
         except UnnamableError as error:
             _warn(dataset, f"has something new that cannot be named, and goes on with the cache that it has: {error}")
             return known
@@ -90,7 +90,7 @@ class _Itself:
 def _state(dataset: Any, had_value: dict[str, bool]) -> tuple[Any, str]:
     """What can be named: the whole data set, or one like it that lacks what had no value before; and its state."""
     try:
-        return dataset, fingerprint(dataset, data_version="")
+        return dataset, named(dataset, data_version="").state
     except UnnamableError:
         if not hasattr(dataset, "__dict__"):
             raise
@@ -100,4 +100,4 @@ def _state(dataset: Any, had_value: dict[str, bool]) -> tuple[Any, str]:
                 del vars(before)[name]
             elif not had_value[name]:
                 vars(before)[name] = None
-        return before, fingerprint(before, data_version="")
+        return before, named(before, data_version="").state

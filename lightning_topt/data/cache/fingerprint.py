@@ -17,7 +17,7 @@ import types
 import weakref
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,10 +47,23 @@ def fingerprint(dataset: Any, *, data_version: str | None = None) -> str:
     file, a lock): keep it out of the pickled state (``__getstate__``) or build it on first use. What a ``cached_property`` has
     computed is no state.
     """
+    return named(dataset, data_version=data_version).name
+
+
+class Named(NamedTuple):
+    """A `fingerprint`, and what it is without data version and files: equal as long as code and state are."""
+
+    name: str
+    state: str
+
+
+def named(dataset: Any, *, data_version: str | None = None) -> Named:
+    """Both at once, for what one costs."""
     hasher = _Hasher(look_at_files=data_version is None)
-    hasher.add([sample_layout.FORMAT, data_version])
+    hasher.add(sample_layout.FORMAT)
     hasher.add(dataset)
-    return hasher.finished()
+    state = hasher.finished()
+    return Named(xxhash.xxh3_128_hexdigest(f"{state} {sum(hasher.files)} {data_version!r}".encode()), state)
 
 
 class _Hasher:
@@ -58,6 +71,7 @@ class _Hasher:
         self.look_at_files, self.follows_code = look_at_files, follows_code
         self.is_strict = is_strict  # whether what has no canonical form is an error
         self.digest = xxhash.xxh3_128()
+        self.files: set[int] = set()  # a hash of each: those of a part that is shared count once
         self.open: dict[int, int] = {}  # id -> depth, of what is being added: cycles
         self.added: dict[int, bytes] = {}  # id -> hash: a part that is shared counts as two equal ones do
         self.kept: list[Any] = []  # what is alive keeps its id
@@ -265,7 +279,8 @@ class _Hasher:
             return
         is_live = os.fsdecode(path).startswith(("/proc/", "/sys/"))  # last changed whenever one asks
         if stat.S_ISREG(found.st_mode) and not is_live:  # a folder changes with whatever is put beside the data
-            self._write(str(found.st_size), str(found.st_mtime_ns))
+            fact = f"{os.fsdecode(path)} {found.st_size} {found.st_mtime_ns}".encode("utf-8", "surrogateescape")
+            self.files.add(xxhash.xxh3_64_intdigest(fact))
 
 
 def _paths_in(array: np.ndarray[Any, Any]) -> list[str | bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,27 +146,27 @@ class CachedDataModule(WrappedDataModule):
         return self._names.name_of(dataset, agree=gathered if self._joined else None)
 
     def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
-        def make(*, write_behind: bool) -> SampleCache:
+        is_alone = self.partition is None or (self.trainer is not None and self.trainer.num_nodes == 1)
+
+        def make() -> SampleCache:
             return SampleCache(
                 self.directory,
                 fingerprint=name,
                 num_items=num_items,
                 memory_bytes=self.memory_bytes,
                 disk_bytes=self.disk_bytes,
-                write_behind=write_behind,
+                write_behind=is_alone,
             )
 
-        if self.partition is None:
-            return make(write_behind=True)
+        if self.partition is None or is_alone:
+            return make()
         if self.trainer is None:
             raise ValueError(
                 "a partitioned cache learns from the Trainer which nodes there are: pass this DataModule to fit, or leave "
                 "the partition out to read its loaders alone"
             )
-        if self.trainer.num_nodes == 1:
-            return make(write_behind=True)
-        number, make_own = len(self._caches), partial(make, write_behind=False)
-        joined = open_partitioned(make_own, self.partition, trainer=self.trainer, fingerprint=name, number=number)
+        number = len(self._caches)
+        joined = open_partitioned(make, self.partition, trainer=self.trainer, fingerprint=name, number=number)
         self._joined.append(joined)
         return joined.cache
 

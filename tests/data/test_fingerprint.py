@@ -9,11 +9,8 @@ import os
 import pickle
 import random
 import re
-import subprocess
-import sys
 import threading
 from importlib import metadata
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +23,7 @@ from lightning_topt.data.cache.determinism import deterministic
 from lightning_topt.data.cache.fingerprint import UnnamableError, fingerprint
 from lightning_topt.data.cache.fingerprint_packages import version
 from lightning_topt.data.cache.sample_cache import SampleCache
+from tests.data.users_code import named_in_other_processes
 
 CODE = """
 import functools
@@ -117,16 +115,8 @@ def test_randomness_is_no_part_of_it():
 
 def test_equal_in_another_process_with_another_hash_seed(tmp_path):
     (tmp_path / "users_module.py").write_text(CODE.format(factor=2, constant=5, added=1))
-    code = (
-        "import users_module, torch\nfrom lightning_topt.data.cache.fingerprint import fingerprint\n"
-        "print(fingerprint(users_module.Data([{'x', 'y', 'z'}, frozenset('abcdef'), torch.nn.Linear])))"
-    )
-    names = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
-        job = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        names.add(job.stdout.strip())
-    assert len(names) == 1
+    value = "Data([{'x', 'y', 'z'}, frozenset('abcdef'), torch.nn.Linear])"
+    assert len(named_in_other_processes(tmp_path, value)) == 1
 
 
 def test_files_that_are_named_count_with_size_and_time(tmp_path):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_topt.data.cache.fingerprint import fingerprint
-from tests.data.users_code import HELPERS, USES, data_of, executed, unseen, write
+from tests.data.users_code import HELPERS, USES, data_of, executed, named_in_other_processes, unseen, write
 
 __all__ = ["unseen"]  # a fixture
 
@@ -137,11 +134,6 @@ def test_a_long_way_through_the_code():
     assert names[0] == names[1] != names[2]
 
 
-JOB = """
-import users_module
-from lightning_topt.data.cache.fingerprint import fingerprint
-print(fingerprint(users_module.using()))
-"""
 USERS = """
 def using():
     return [Data(), {Scale, one, Decoder, kept}, frozenset([Mode.WIDE, (1, "a"), "b", None, 2.0]), Flags.A | Flags.B, using]
@@ -154,9 +146,4 @@ class Data:
 
 def test_equal_in_processes_with_other_hash_seeds_and_addresses(tmp_path):
     write(tmp_path, {"users_module.py": HELPERS.format(added=1) + USERS % ", ".join(USES), "helpers.py": "one = len"})
-    names = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
-        job = subprocess.run([sys.executable, "-c", JOB], env=environment, capture_output=True, text=True, check=True)
-        names.add(job.stdout.strip())
-    assert len(names) == 1
+    assert len(named_in_other_processes(tmp_path, "using()")) == 1

@@ -21,24 +21,9 @@ from lightning_topt.data.cache.sample_codec import TORCH_DTYPES, UnsupportedSamp
 from tests.data.test_sample_codec import entry_of, kept
 
 
-@dataclasses.dataclass
-class OfDict(dict):
-    x: int = 0
-
-
-@dataclasses.dataclass
-class OfList(list):
-    x: int = 0
-
-
-@dataclasses.dataclass
-class OfTuple(tuple):
-    x: int = 0
-
-
-@dataclasses.dataclass
-class OfError(Exception):
-    x: int = 0
+def dataclass_of(base):
+    """An instance of a dataclass that derives from a built-in class."""
+    return dataclasses.make_dataclass(f"Of{base.__name__}", [("x", int, 0)], bases=(base,))()
 
 
 @dataclasses.dataclass
@@ -73,10 +58,10 @@ class Wrapped(torch.Tensor):
 labelled = torch.ones(2)
 labelled.label = 5
 REFUSED = {
-    "dataclass_of_dict": (OfDict(), "subclass of dict"),
-    "dataclass_of_list": (OfList(), "subclass of list"),
-    "dataclass_of_tuple": (OfTuple(), "subclass of tuple"),
-    "dataclass_of_error": (OfError(), "OfError"),
+    "dataclass_of_dict": (dataclass_of(dict), "subclass of dict"),
+    "dataclass_of_list": (dataclass_of(list), "subclass of list"),
+    "dataclass_of_tuple": (dataclass_of(tuple), "subclass of tuple"),
+    "dataclass_of_error": (dataclass_of(Exception), "OfException"),
     "dataclass_enum": (Member.FIRST, "Member"),
     "masked": (np.ma.array([1, 2], mask=[True, False]), r"np\.asarray"),
     "masked_value": (np.ma.masked, r"np\.asarray"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -160,3 +163,17 @@ def write(folder, files):
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+
+
+def named_in_other_processes(folder, value):
+    """What two processes with other hash seeds call the same thing: `value` of `users_module` in `folder`."""
+    code = (
+        "import users_module, torch\nfrom lightning_topt.data.cache.fingerprint import fingerprint\n"
+        f"print(fingerprint(users_module.{value}))"
+    )
+    names = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
+        job = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        names.add(job.stdout.strip())
+    return names

@@ -17,10 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_topt import AutoParallelStrategy, ParallelPlan
-from lightning_topt.graph.capture import CaptureError
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
-from lightning_topt.plugins.run_plan import RemotePlanningError
+from lightning_topt.plugins.planning_ranks import RemotePlanningError
 from tests.models import GPT
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
 
@@ -102,20 +101,16 @@ class Frozen(GPT):
         self.requires_grad_(False)
 
 
-def test_training_step_that_raises() -> None:
-    first, second = on_ranks(fit_error, {}, Raising())
+@pytest.mark.parametrize("options", [{}, {"plan": "ddp"}])
+def test_training_step_that_raises(options: dict[str, Any]) -> None:
+    for name, message in on_ranks(fit_error, options, Raising()):
+        assert name == "MyError" and "from the user's code" in message
+
+
+def test_training_step_that_raises_where_a_plan_is_insisted_on() -> None:
+    first, second = on_ranks(fit_error, {"memory_limit": "1GiB"}, Raising())
     assert first == ("MyError", first[1]) and "from the user's code" in first[1]
     assert second[0] == RemotePlanningError.__name__ and "MyError: from the user's code" in second[1]
-    for name, _ in on_ranks(fit_error, {"plan": "ddp"}, Raising()):
-        assert name == "MyError"
-
-
-def test_step_that_cannot_be_captured_names_the_line_and_the_way_out() -> None:
-    first, second = on_ranks(fit_error, {}, DataDependent())
-    assert first[0] == CaptureError.__name__ and second[0] == RemotePlanningError.__name__
-    for message in (first[1], second[1]):
-        assert "loss.item() > 0" in message and 'plan="ddp"' in message
-    on_ranks(fit_uncaptured)
 
 
 def fit_uncaptured(rank: int) -> None:

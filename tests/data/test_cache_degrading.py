@@ -98,9 +98,9 @@ def test_ranks_without_a_folder_share_one_memory(tmp_path, monkeypatch, silent):
 
 def test_what_another_user_has_put_in_its_place_is_not_written(tmp_path, monkeypatch, shared):
     broken(monkeypatch, tmp_path, errno.ENOSPC)
-    make(tmp_path / "new", disk=0).close()
+    cache = make(tmp_path / "new", disk=0)
     (name,) = os.listdir(shared)
-    (shared / name).unlink()
+    cache.close()
     target = shared / "target"
     target.write_text("mine")
     (shared / name).symlink_to(target)

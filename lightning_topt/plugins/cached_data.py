@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from lightning_topt.data.cache.determinism import marked_method
 from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
 from lightning_topt.data.loading.lookahead import Lookahead
 from lightning_topt.data.loading.resumable import make_resumable
+from lightning_topt.plugins import given_values
+from lightning_topt.plugins.cache_defaults import default_directory, default_memory_bytes
 from lightning_topt.plugins.cache_partition import CachePartition, PartitionedCache, gathered, open_partitioned
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
@@ -32,16 +35,22 @@ class CachedDataModule(WrappedDataModule):
     that turns out to be random is refused. All processes and jobs of a node that use the same directory share one cache.
     Checkpoints of the middle of an epoch hold where its training loaders are: they go on at the next batch, in the same order.
 
+    Sizes are numbers or text (``"8GiB"``). Without any, each data set may take a quarter of the memory that is free on the
+    machine, and not promised to another one of them, when its loader is first asked for; nothing is written to disk (where
+    there is no such memory, other than on Linux, as many bytes of disk are used). All ranks of a machine share that.
+
     Args:
         datamodule: with map-style data sets.
-        directory: for the disk's part, on a local disk. A folder per data set, named by its fingerprint.
+        directory: for the disk's part, on a local disk. A folder per data set, named by its fingerprint. None: in the user's
+            cache directory (``$XDG_CACHE_HOME`` or ``~/.cache``), ``lightning_topt/samples/HOST``.
         memory_bytes: of shared memory per data set and node; it is freed with the last process that uses it.
         disk_bytes: of disk per data set and node.
         data_version: names the state of the data. None: sizes and times of the files that the data set's state names do.
         partition: each node of the run stores a part of the samples, and the others ask it before the source, so that room
             for one copy on all nodes together is enough. True: `CachePartition`'s defaults. Does nothing on one node.
 
-    Raises ValueError for data sets that cannot be cached (iterable ones) or have no fingerprint, and for no room at all;
+    Raises ValueError for data sets that cannot be cached (iterable ones) or have no fingerprint, for no room at all, and at
+    once for arguments that are none; TypeError for a `datamodule` that is none of `lightning`;
     `NotDeterministicError` while training when a sample drawn twice differs.
     """
 
@@ -49,16 +58,24 @@ class CachedDataModule(WrappedDataModule):
         self,
         datamodule: pl.LightningDataModule,
         *,
-        directory: str | Path,
-        memory_bytes: int = 0,
-        disk_bytes: int = 0,
+        directory: str | Path | None = None,
+        memory_bytes: int | str | None = None,
+        disk_bytes: int | str | None = None,
         data_version: str | None = None,
         partition: CachePartition | bool = False,
     ) -> None:
-        if min(memory_bytes, disk_bytes) < 0 or memory_bytes + disk_bytes == 0:
-            raise ValueError("a cache needs room: give memory_bytes or disk_bytes, per data set and node")
-        self.directory = Path(directory)
-        self.memory_bytes, self.disk_bytes, self.data_version = memory_bytes, disk_bytes, data_version
+        data_version = given_values.version(data_version, name="data_version")
+        self.directory = default_directory() if directory is None else given_values.folder(directory, name="directory")
+        self.has_default_room = memory_bytes is None and disk_bytes is None
+        self.memory_bytes = given_values.size(0 if memory_bytes is None else memory_bytes, name="memory_bytes", least=0)
+        self.disk_bytes = given_values.size(0 if disk_bytes is None else disk_bytes, name="disk_bytes", least=0)
+        if not self.has_default_room and self.memory_bytes + self.disk_bytes == 0:
+            raise ValueError(
+                "a cache needs room: give memory_bytes or disk_bytes, per data set and node, or neither for defaults"
+            )
+        if not isinstance(partition, CachePartition | bool | None):
+            raise ValueError(f"partition is True, False or a CachePartition, not {partition!r}")
+        self.data_version = data_version
         self._names = DatasetNames(data_version=data_version)
         self._caches: dict[str, SampleCache] = {}  # by fingerprint: equal data sets share one
         self.partition = CachePartition() if partition is True else partition or None
@@ -148,13 +165,15 @@ class CachedDataModule(WrappedDataModule):
     def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
         is_alone = self.partition is None or (self.trainer is not None and self.trainer.num_nodes == 1)
 
+        memory_bytes, disk_bytes = self._room()
+
         def make() -> SampleCache:
             return SampleCache(
                 self.directory,
                 fingerprint=name,
                 num_items=num_items,
-                memory_bytes=self.memory_bytes,
-                disk_bytes=self.disk_bytes,
+                memory_bytes=memory_bytes,
+                disk_bytes=disk_bytes,
                 write_behind=is_alone,
             )
 
@@ -169,6 +188,15 @@ class CachedDataModule(WrappedDataModule):
         joined = open_partitioned(make, self.partition, trainer=self.trainer, fingerprint=name, number=number)
         self._joined.append(joined)
         return joined.cache
+
+    def _room(self) -> tuple[int, int]:
+        """Bytes of memory and of disk for the next cache."""
+        if not self.has_default_room:
+            return self.memory_bytes, self.disk_bytes
+        stores = [store for cache in self._caches.values() for store in cache.tiers]
+        promised = sum(max(0, store.capacity_bytes - store.used_bytes) for store in stores)
+        nbytes = default_memory_bytes(promised_bytes=promised)
+        return (nbytes, 0) if hasattr(os, "memfd_create") else (0, nbytes)
 
 
 def holds_mark(dataset: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate
 from typing_extensions import override
 
@@ -76,7 +77,7 @@ class CachedDataModule(WrappedDataModule):
         if not isinstance(partition, CachePartition | bool | None):
             raise ValueError(f"partition is True, False or a CachePartition, not {partition!r}")
         self.data_version = data_version
-        self._names = DatasetNames(data_version=data_version)
+        self._names = DatasetNames(data_version=data_version, warn=rank_zero_warn)
         self._caches: dict[str, SampleCache] = {}  # by fingerprint: equal data sets share one
         self.partition = CachePartition() if partition is True else partition or None
         self._joined: list[PartitionedCache] = []
@@ -88,15 +89,15 @@ class CachedDataModule(WrappedDataModule):
 
     @override
     def val_dataloader(self) -> Any:
-        return self._changed(self.datamodule.val_dataloader())
+        return self._changed(self.datamodule.val_dataloader(), path="validation")
 
     @override
     def test_dataloader(self) -> Any:
-        return self._changed(self.datamodule.test_dataloader())
+        return self._changed(self.datamodule.test_dataloader(), path="test")
 
     @override
     def predict_dataloader(self) -> Any:
-        return self._changed(self.datamodule.predict_dataloader())
+        return self._changed(self.datamodule.predict_dataloader(), path="prediction")
 
     def statistics(self, *, reset: bool = False) -> dict[str, CacheStatistics]:
         """What the caches did and hold, by fingerprint."""
@@ -121,7 +122,7 @@ class CachedDataModule(WrappedDataModule):
         stacks = (
             type(loader) is DataLoader and loader.collate_fn is default_collate and loader.batch_sampler is not None
         )
-        replace_dataset(loader, self._cached_dataset(loader.dataset, ready_batches=stacks))
+        replace_dataset(loader, self._cached_dataset(loader.dataset, place=path, ready_batches=stacks))
         if stacks:
             replace_argument(loader, "collate_fn", collate)
         if path.startswith(TRAIN):
@@ -137,30 +138,35 @@ class CachedDataModule(WrappedDataModule):
         """Whether the Trainer has had the last batch that it wants of this epoch."""
         return self.trainer is not None and self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
-    def _cached_dataset(self, dataset: Any, *, ready_batches: bool) -> Any:
+    def _cached_dataset(self, dataset: Any, *, place: str, ready_batches: bool) -> Any:
         """Subsets and concatenations are looked through, so that they share the samples of what they are made of."""
         if type(dataset) is Subset:
             changed = copy(dataset)
-            changed.dataset = self._cached_dataset(dataset.dataset, ready_batches=ready_batches)
+            changed.dataset = self._cached_dataset(dataset.dataset, place=place, ready_batches=ready_batches)
             return changed
         if type(dataset) is ConcatDataset:
             whole = copy(dataset)
-            whole.datasets = [self._cached_dataset(part, ready_batches=False) for part in dataset.datasets]
+            whole.datasets = [
+                self._cached_dataset(part, place=f"{place}/part {number}", ready_batches=False)
+                for number, part in enumerate(dataset.datasets)
+            ]
             return whole
         if isinstance(dataset, CachedDataset | BatchDataset):
             return dataset
         inner = getattr(dataset, "dataset", None)
         if marked_method(dataset) is None and holds_mark(inner):
-            self._cached_dataset(inner, ready_batches=False)  # before the marked method; what wraps it stays live
+            self._cached_dataset(
+                inner, place=place, ready_batches=False
+            )  # before the marked method; what wraps it stays live
             return dataset
-        name = self._name_of(dataset)
+        name = self._name_of(dataset, place)
         if name not in self._caches:
             self._caches[name] = self._new_cache(name, num_items=len(dataset))
         cached = CachedDataset(dataset, self._caches[name])
         return BatchDataset(cached) if ready_batches else cached
 
-    def _name_of(self, dataset: Any) -> str:
-        return self._names.name_of(dataset, agree=gathered if self._joined else None)
+    def _name_of(self, dataset: Any, place: str) -> str:
+        return self._names.name_of(dataset, place=place, agree=gathered if self._joined else None)
 
     def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
         is_alone = self.partition is None or (self.trainer is not None and self.trainer.num_nodes == 1)

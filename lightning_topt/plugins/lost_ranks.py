@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -9,14 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lightning_topt.communication.elastic import init_attempt, shares_store_between_attempts
 from lightning_topt.communication.peers import GRACE_SECONDS, PeerLostError
 from lightning_topt.communication.rank_watch import STORE_SECONDS, RankWatch, is_of_collective, watch_ranks
+
+log = logging.getLogger(__name__)
 
 LAST_SECONDS = GRACE_SECONDS + STORE_SECONDS + 5  # for the main process to end with its own error
 
@@ -35,6 +41,7 @@ class NamesLostRanks(DDPStrategy):
     """Watches all ranks from `setup_environment` to `teardown`, and puts who is lost into the errors that end a run."""
 
     _watch: RankWatch | None = None
+    _ended_with_error = False
 
     @override
     def _configure_launcher(self) -> None:
@@ -46,20 +53,42 @@ class NamesLostRanks(DDPStrategy):
             self._launcher = NamingLauncher(self, start_method=self._start_method)
 
     @override
+    def setup_distributed(self) -> None:
+        if not dist.is_initialized() and shares_store_between_attempts():
+            self.set_world_ranks()
+            device = None if self.root_device.type == "cpu" else self.root_device
+            init_attempt(
+                self._get_process_group_backend(),
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self._timeout or default_pg_timeout,
+                device_id=device,
+            )
+        super().setup_distributed()
+
+    @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._end_watch()
-        self._watch = watch_ranks()
+        self._watch, self._ended_with_error = watch_ranks(), False
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._ended_with_error = True
         name_lost(exception, self._watch)
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        super().teardown()
-        self._end_watch()
+        try:
+            super().teardown()
+        except RuntimeError as error:
+            # Where a backward pass was cut off, parameters may not be moved any more: that must not hide what cut it off.
+            if not self._ended_with_error:
+                raise
+            log.warning("the module stays as the error left it: %s", error)
+        finally:
+            self._end_watch()
 
     def _end_watch(self) -> None:
         watch, self._watch = self._watch, None

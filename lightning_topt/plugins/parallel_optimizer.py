@@ -10,6 +10,7 @@ from typing import Any, get_args
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -111,10 +112,13 @@ class ParallelOptimizerStep(pl.Callback):
         if not isinstance(trainer.strategy, NamesLostRanks):
             self._end_watch()
             self._watch = watch_ranks()
+            if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+                trainer._run_stage = _named(trainer._run_stage, self._watch)  # type: ignore[method-assign]
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._end_watch()
+        vars(trainer).pop("_run_stage", None)
 
     def _end_watch(self) -> None:
         watch, self._watch = self._watch, None
@@ -216,6 +220,19 @@ class ParallelOptimizerStep(pl.Callback):
         if self._node is not None:
             self._node.close()
             self._node = None
+
+
+def _named(run_stage: Callable[[], Any], watch: RankWatch | None) -> Callable[[], Any]:
+    """`run_stage` of ranks that Lightning forked or spawned: there, it asks no callback what to do with an error."""
+
+    def run() -> Any:
+        try:
+            return run_stage()
+        except Exception as error:
+            name_lost(error, watch)
+            raise
+
+    return run
 
 
 def _say(number: int | None, reason: str) -> None:

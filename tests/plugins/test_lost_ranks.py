@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy, ParallelOptimizerStep
+from lightning_topt.communication.processes import process_state
 from tests.plugins.trainer_ranks import RecordingGPT, _as_torchrun, loader, make_trainer
 
 LIMIT, SHORT = timedelta(seconds=60), timedelta(seconds=2)
@@ -35,6 +38,8 @@ class MyError(Exception):
 
 class Loses(RecordingGPT):
     """The victim gets a signal where it says, or raises an error (0)."""
+
+    folder = ""
 
     def __init__(self, where: str, number: int) -> None:
         super().__init__()
@@ -174,6 +179,37 @@ def test_a_lost_rank_is_named_in_time(tmp_path: Any) -> None:
         if number == RAISE:
             says = "rank 1 ended with MyError: on one rank only"
         assert re.search(f"Error: {says}; seen by rank 0", found[case]), found[case]
+
+
+class Stops(Loses):
+    """Leaves the numbers of its processes, so that the stopped one can be ended once the other has."""
+
+    def on_train_start(self) -> None:
+        Path(self.folder, str(self.global_rank)).write_text(str(os.getpid()))
+
+
+def end_stopped(folder: Path) -> None:
+    """Lightning would give the stopped rank half a minute once it has noticed that the other has ended."""
+    while len(pids := [int(file.read_text() or 0) for file in sorted(folder.iterdir())]) < 2 or not all(pids):
+        time.sleep(0.05)
+    while process_state(pids[0])[0]:  # until it is gone, not only ended
+        time.sleep(0.05)
+    os.kill(pids[1], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("shares_step", [False, True])
+def test_forked_ranks_name_the_stopped_one(tmp_path: Path, shares_step: bool) -> None:
+    """Lightning asks neither strategy nor callback in ranks that it forked; the error comes from there as text."""
+    options: Any = {"start_method": "fork", "timeout": LIMIT}
+    strategy = DDPStrategy(**options) if shares_step else AutoParallelStrategy(plan="ddp", **options)
+    trainer = make_trainer(strategy, devices=2, callbacks=[ParallelOptimizerStep()] if shares_step else [])
+    module = Stops("training", STOP)
+    module.folder = str(tmp_path)
+    ender = threading.Thread(target=end_stopped, args=(tmp_path,), daemon=True)
+    ender.start()
+    with pytest.raises(Exception, match=r"rank 1 did not answer in .* is stopped\); seen by rank 0"):
+        trainer.fit(module, loader(4))
+    ender.join()
 
 
 SCRIPT = """

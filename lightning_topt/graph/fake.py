@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -52,54 +51,6 @@ def fake_copy(module: T, *, device: torch.device | str = "cpu") -> tuple[T, Fake
         _adapt(original, new, fakes.device)
     _silence(copied)
     return copied, mode
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """A copy of a batch with `function` applied to the tensors in mappings, sequences, dataclasses and objects."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function) for item in value)
-    if isinstance(value, Mapping):
-        copied: Any = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
-        for key, item in value.items():
-            copied[key] = map_tensors(item, function)
-        return copied
-    fields = _fields(value)
-    if not any(True for _ in tensors_in(fields)):
-        return value
-    copied = copy.copy(value)
-    for key, item in fields.items():
-        object.__setattr__(copied, key, map_tensors(item, function))
-    return copied
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a batch in the order of `map_tensors`."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif not isinstance(value, (str, int, float, type(None))):
-        yield from tensors_in(_fields(value))
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """Attributes of a dataclass; of another object only those that hold tensors, as it may know the whole program."""
-    if isinstance(value, type):
-        return {}
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, nn.Module):
-        return {}
-    containers = (Tensor, Mapping, list, tuple)
-    return {key: item for key, item in getattr(value, "__dict__", {}).items() if isinstance(item, containers)}
 
 
 class _Fakes(TorchFunctionMode):

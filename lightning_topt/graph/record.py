@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.graph.errors import WAY_OUT, CaptureError
-from lightning_topt.graph.fake import tensors_in
 from lightning_topt.graph.kernels import ALLOCATIONS, Frozen, Measured, freeze, is_view, measure, written_arguments
 from lightning_topt.graph.recording import OUTSIDE, Call, OpRecord, Recording, Shape, Storage
+from lightning_topt.graph.structures import tensors_in
 
 # Queries that compute nothing.
 IGNORED = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
@@ -92,9 +93,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 is_leaf = next(submodule.children(), None) is None
                 submodule.register_forward_pre_hook(self._enter(path, is_leaf), prepend=True, with_kwargs=True)
                 submodule.register_forward_hook(self._exit(path), with_kwargs=True)
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))  # type: ignore[no-untyped-call]
 
     def _enter(self, path: str, is_leaf: bool) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -126,8 +127,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return hook
 
-    def _accumulated(self, parameter: Tensor) -> None:
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
+            self.recording.with_gradient.add(name)
             todo = [self._live.get(parameter.grad.untyped_storage()._cdata)]
             while todo:
                 storage = todo.pop()

@@ -18,7 +18,6 @@ from lightning_topt.graph.record import Recorder
 from lightning_topt.graph.recording import Recording
 from lightning_topt.graph.structures import tensors_in
 
-
 CPU = torch.device("cpu")
 
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from lightning_topt.graph.assemble import assemble
 from lightning_topt.graph.batches import batch_sizes, common_size
-from lightning_topt.graph.errors import WAY_OUT, CaptureError
+from lightning_topt.graph.errors import WAY_OUT, CaptureError, may_need_values
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_run import StepRun
 
-__all__ = ["CaptureError", "capture"]
+__all__ = ["CaptureError", "capture", "may_need_values"]
 
 
 def capture(
@@ -28,6 +28,7 @@ def capture(
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
     batch_scaling: bool = True,
+    real: bool = False,
 ) -> OpGraph:
     """The operator graph of one training step of `module`, a LightningModule with automatic optimization.
 
@@ -44,19 +45,23 @@ def capture(
             than ``"cpu"`` needs such a device in this machine, but none of its memory.
         batch_scaling: whether to learn how amounts grow with the batch. False captures one step of `batch` as it is, of
             any structure, and the graph holds for batches of its size only.
+        real: run on real tensors, for steps that depend on values. Memory and time are those of a training step (without
+            gradients and optimizer state); parameters and buffers keep their values. Collectives of the step are real, so
+            every rank has to capture at the same time. `device` is then the one on which `module` and `batch` are, and
+            amounts scale only with a `second_batch`.
 
     Raises:
-        CaptureError: the step depends on values of tensors, uses an operator without a shape-only implementation, runs
-            other operators on a larger batch, returns no loss, has no trainable parameter, or the module optimizes
-            manually. The message names the operator, the line and a way out.
-        ValueError: this machine has no such `device`, or the module has lazy parameters.
-        Exception: whatever `training_step` itself raises.
+        CaptureError: the step depends on values of tensors or uses an operator without a shape-only implementation
+            (`needs_values` is then true); it runs other operators on a larger batch, returns no loss, has no trainable
+            parameter or lazy ones, or the module optimizes manually. The message names the operator, the line and a way
+            out.
+        ValueError: this machine has no such `device`, or the options contradict one another.
+        Exception: whatever `training_step` itself raises; see `may_need_values`.
     """
     _check(module)
     _check_device(torch.device(device))
-    if second_batch is not None and not batch_scaling:
-        raise ValueError("batch_scaling=False captures one batch; leave out second_batch")
-    step = StepRun(module, forward_context, torch.device(device))
+    _check_options(module, second_batch, batch_scaling=batch_scaling, real=real, device=torch.device(device))
+    step = StepRun(module, forward_context, torch.device(device), real)
     with _unchanged_random_state(), torch.compiler.set_stance("force_eager"):
         if not batch_scaling:
             copied, recording, input_bytes = step.record(batch)
@@ -75,7 +80,7 @@ def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None) -> O
     sizes = batch_sizes(batch, second_batch)
     # Each run: a batch, its samples, and how many to make of them.
     small, large = (batch, sizes[0]), (batch, sizes[0]) if second_batch is None else (second_batch, sizes[1])
-    if sizes[0] == 1:
+    if sizes[0] == 1 and not step.real:
         # A dimension of size one is special to operators (views instead of copies): capture larger batches.
         small, sizes = large, (2, 4)
     copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]))
@@ -97,6 +102,17 @@ def _check(module: nn.Module) -> None:
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise CaptureError(f"{type(module).__name__} has no trainable parameters, so there is nothing to plan")
+
+
+def _check_options(
+    module: nn.Module, second_batch: Any, *, batch_scaling: bool, real: bool, device: torch.device
+) -> None:
+    if second_batch is not None and not batch_scaling:
+        raise ValueError("batch_scaling=False captures one batch; leave out second_batch")
+    if real and batch_scaling and second_batch is None:
+        raise ValueError("a real batch cannot be resized; pass a second_batch, or batch_scaling=False")
+    if real and (types := {p.device.type for p in module.parameters()}) != {device.type}:
+        raise ValueError(f"real=True runs where the parameters are, on {sorted(types)}; pass this as device")
 
 
 def _check_device(device: torch.device) -> None:

@@ -59,16 +59,6 @@ def is_view(func: OpOverload) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-@functools.cache
-def written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """(position, name) of the arguments that `func` writes to."""
-    return tuple(
-        (index, argument.name)
-        for index, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
 def freeze(value: Any, tensors: list[Tensor]) -> Frozen:
     """`value` as nested tuples which are equal only for equal calls; its tensors are appended to `tensors`."""
     if isinstance(value, Tensor):
@@ -198,7 +188,7 @@ def _touched(tensor: Tensor) -> int:
 
 def _tensors(out: Any) -> Iterator[Tensor]:
     for item in out if isinstance(out, (list, tuple)) else (out,):
-        if isinstance(item, Tensor):
+        if isinstance(item, Tensor) and item.layout is torch.strided:
             yield item
 
 

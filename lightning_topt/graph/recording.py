@@ -74,6 +74,7 @@ class Recording:
     writes: list[tuple[int, int]] = field(default_factory=list)
     backward_start: int = 0
     with_gradient: set[str] = field(default_factory=set)
+    has_collectives: bool = False
 
     @cached_property
     def live_bytes(self) -> NDArray[np.int64]:

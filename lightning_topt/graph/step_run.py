@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_topt.graph.batches import fake_batch
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, annotate, explain
 from lightning_topt.graph.fake import fake_copy
+from lightning_topt.graph.real import Backups, real_batch, real_copy
 from lightning_topt.graph.record import Recorder
 from lightning_topt.graph.recording import Recording
 from lightning_topt.graph.structures import tensors_in
@@ -23,34 +24,61 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StepRun:
-    """A training step of `module`: `forward_context` makes a context around it, `device` is the type that trains."""
+    """A training step of `module`: `forward_context` makes a context around it, `device` is the type that trains.
+
+    `real`: it runs on the memory of `module` itself, which is put back as it was, instead of on fake tensors.
+    """
 
     module: nn.Module
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     device: torch.device = CPU
+    real: bool = False
+
+    @contextmanager
+    def prepared(
+        self, batch: Any, *, samples: tuple[int, int] = (1, 1)
+    ) -> Iterator[tuple[nn.Module, Any, Backups | None]]:
+        """Give a copy of the module and of `batch` resized (see `fake_batch`), under whose modes a step can run."""
+        with ExitStack() as stack:
+            backups = None
+            if self.real:
+                copied, inputs = real_copy(self.module), real_batch(batch)
+                backups = stack.enter_context(Backups().restored())
+            else:
+                copied, mode = fake_copy(self.module, device=self.device)
+                stack.enter_context(mode)
+                inputs = fake_batch(batch, samples=samples, device=self.device)
+            stack.enter_context(torch.enable_grad())
+            yield copied, inputs, backups
 
     def record(self, batch: Any, *, samples: tuple[int, int] = (1, 1)) -> tuple[nn.Module, Recording, int]:
-        """Return the copy that ran, what it did with `batch` resized (see `fake_batch`), and the bytes of this batch."""
-        copied, mode = fake_copy(self.module, device=self.device)
-        with mode, torch.enable_grad():
-            inputs = fake_batch(batch, samples=samples, device=self.device)
-            leaves = list(tensors_in(inputs))
-            recorder = Recorder(copied, leaves)
-            try:
+        """Return the copy that ran, what it did with `batch`, and the bytes of this batch.
+
+        Raises CaptureError, with `needs_values` where real tensors would help, or whatever the step itself raises.
+        """
+        recorder: Recorder | None = None
+        try:
+            with self.prepared(batch, samples=samples) as (copied, inputs, backups):
+                leaves = list(tensors_in(inputs))
+                recorder = Recorder(copied, leaves, backups=backups)
                 with recorder.forward(), self.forward_context():
                     output = call_training_step(copied, inputs)
                 loss = loss_of(output)
                 with recorder.backward(loss):
                     loss.backward()  # type: ignore[no-untyped-call]
-            except CaptureError:
-                raise
-            except Exception as error:
-                explained = explain(error, recorder.failed)
-                if explained is not None:
-                    raise explained from error
-                annotate(error, real=False)
-                raise
-        return copied, recorder.recording, sum(tensor.nbytes for tensor in leaves)
+        except CaptureError:
+            raise
+        except Exception as error:
+            explained = None if self.real else explain(error, recorder and recorder.failed)
+            if explained is not None:
+                raise explained from error
+            annotate(error, real=self.real)
+            raise
+        return copied, recorder.recording, sum(_nbytes(tensor) for tensor in leaves)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else tensor.numel() * tensor.element_size()
 
 
 def call_training_step(module: Any, batch: Any) -> Any:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from lightning_topt.graph.assemble import assemble
 from lightning_topt.graph.batches import batch_sizes, common_size
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, may_need_values
+from lightning_topt.graph.no_trace import no_trace
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_run import StepRun
 
@@ -62,7 +61,7 @@ def capture(
     _check_device(torch.device(device))
     _check_options(module, second_batch, batch_scaling=batch_scaling, real=real, device=torch.device(device))
     step = StepRun(module, forward_context, torch.device(device), real)
-    with _unchanged_random_state(), torch.compiler.set_stance("force_eager"):
+    with no_trace(module), torch.compiler.set_stance("force_eager"):
         if not batch_scaling:
             copied, recording, input_bytes = step.record(batch)
             size = common_size(batch)
@@ -119,17 +118,3 @@ def _check_device(device: torch.device) -> None:
     # Without the device autograd does not raise, it ends the process.
     if device.type != "cpu" and not torch.get_device_module(device).is_available():
         raise ValueError(f"a capture for {device.type!r} needs such a device in this machine; capture for 'cpu' here")
-
-
-@contextmanager
-def _unchanged_random_state() -> Iterator[None]:
-    """Give the generators of torch, numpy and Python their state back."""
-    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = list(range(torch.cuda.device_count())) if uses_cuda else []
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_topt.graph.op_graph import Kernel
+from lightning_topt.graph.replayable import is_replayable
 
 Frozen = Any  # nested tuples: hashable arguments
 
@@ -114,14 +115,17 @@ def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
     """A function that makes the call of `kernel` on `device`, on tensors of the same shape, stride and dtype.
 
     Floating-point tensors are uniform in [0, 1), all others zero, which is a valid index and mask. A call with random
-    numbers uses the device's generator. Raises ValueError when the operator is not known here, or has an argument that
-    cannot be made again; the function raises it when the operator does not exist for `device`.
+    numbers uses the device's generator. Raises ValueError when the operator is not known here, might misread invented
+    values (see `is_replayable`), or has an argument that cannot be made again; the function raises it when the operator
+    does not exist for `device`.
     """
     namespace, name, overload = kernel.name.split(".")
     try:
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError:
         raise ValueError(f"operator {kernel.name} is unknown in this process; import the library it is from") from None
+    if not is_replayable(func):
+        raise ValueError(f"operator {kernel.name} is not called on invented arguments, which it might misread")
     target = torch.device(device)
     args = [_revive(value, target) for value in kernel.arguments["args"]]
     kwargs = {key: _revive(value, target) for key, value in kernel.arguments["kwargs"].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,8 @@ from lightning_topt.graph.batches import batch_sizes, common_size
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, may_need_values
 from lightning_topt.graph.no_trace import no_trace
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.recording import Recording
+from lightning_topt.graph.second_calls import find_recomputable
 from lightning_topt.graph.step_run import StepRun
 
 __all__ = ["CaptureError", "capture", "may_need_values"]
@@ -65,13 +68,14 @@ def capture(
         if not batch_scaling:
             copied, recording, input_bytes = step.record(batch)
             size = common_size(batch)
-            return assemble(
+            graph = assemble(
                 copied,
                 (recording, recording),
                 name=type(module).__name__,
                 sizes=(size, size),
                 input_bytes=(input_bytes, input_bytes),
             )
+            return _with_second_calls(graph, step, batch, recording=recording)
         return _capture_two_sizes(step, batch, second_batch)
 
 
@@ -84,13 +88,26 @@ def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None) -> O
         small, sizes = large, (2, 4)
     copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]))
     _, second, second_bytes = step.record(large[0], samples=(large[1], sizes[1]))
-    return assemble(
+    graph = assemble(
         copied,
         (first, second),
         name=type(step.module).__name__,
         sizes=sizes,
         input_bytes=(first_bytes, second_bytes),
     )
+    return _with_second_calls(graph, step, small[0], recording=first, samples=(small[1], sizes[0]))
+
+
+def _with_second_calls(
+    graph: OpGraph, step: StepRun, batch: Any, *, recording: Recording, samples: tuple[int, int] = (1, 1)
+) -> OpGraph:
+    """The graph in which only blocks whose second call does what the first did are recomputable."""
+    candidates = [block.name for block in graph.blocks if block.recomputable]
+    if step.real and recording.has_collectives:
+        candidates = []  # ranks might differ in them, and would wait for one another
+    found = find_recomputable(step, batch, candidates=candidates, samples=samples)
+    blocks = [dataclasses.replace(block, recomputable=block.name in found) for block in graph.blocks]
+    return dataclasses.replace(graph, blocks=tuple(blocks))
 
 
 def _check(module: nn.Module) -> None:

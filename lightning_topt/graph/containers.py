@@ -72,9 +72,9 @@ class SavedContainers:
         if isinstance(value, (types.FunctionType, functools._lru_cache_wrapper, staticmethod, classmethod, property)):
             return self._visit_function(value)
         if isinstance(value, types.ModuleType):
-            return self._visit(vars(value)) if _is_users(value.__name__) else ()
+            return self._visit(vars(value)) if is_users(value.__name__) else ()
         if isinstance(value, type):
-            return self._visit_class(value) if _is_users(value.__module__) else ()
+            return self._visit_class(value) if is_users(value.__module__) else ()
         return self._visit_object(value)
 
     def _save(
@@ -97,10 +97,10 @@ class SavedContainers:
         if isinstance(value, (staticmethod, classmethod)):
             return (value.__func__,)
         if isinstance(value, functools._lru_cache_wrapper):
-            if _is_users(value.__module__):
+            if is_users(value.__module__):
                 self._undo.append(functools.partial(_forget_calls, value, value.cache_info().misses))
             return (value.__wrapped__,)
-        if not _is_users(value.__module__):
+        if not is_users(value.__module__):
             return ()
         found = [*self._visit(value.__dict__), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return [*found, *(value.__closure__ or ()), value.__globals__]
@@ -115,9 +115,9 @@ class SavedContainers:
             return self._visit_generator(value)
         if isinstance(value, (Dataset, DataLoader, Sampler)) and not isinstance(value, nn.Module):
             return ()
-        is_users = _is_users(type(value).__module__)
+        of_user = is_users(type(value).__module__)
         attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict) or not (is_users or isinstance(value, (nn.Module, *NAMESPACES))):
+        if not isinstance(attributes, dict) or not (of_user or isinstance(value, (nn.Module, *NAMESPACES))):
             return ()
         if any(isinstance(item, ON_THEIR_OWN) for item in attributes.values()):
             return ()
@@ -125,7 +125,7 @@ class SavedContainers:
             for parameter in value._parameters.values():
                 if parameter is not None:
                     self._undo.append(functools.partial(_restore_gradient, parameter, parameter.grad))
-        return [*self._visit(attributes), *((type(value),) if is_users else ())]
+        return [*self._visit(attributes), *((type(value),) if of_user else ())]
 
     def _visit_generator(self, value: Any) -> Iterable[Any]:
         if isinstance(value, torch.Generator):
@@ -149,11 +149,11 @@ def roots_of(module: nn.Module) -> Iterator[Any]:
 
 
 @functools.cache
-def _is_users(name: str | None) -> bool:
-    """Whether the Python module `name` is of the user, not installed."""
+def is_users(name: str | None) -> bool:
+    """Return whether the Python module `name` is of the user, not installed."""
     module = sys.modules.get(name or "")
     top, _, rest = (name or "").partition(".")
-    if name is None or module is None or top in sys.builtin_module_names or (rest and not _is_users(top)):
+    if name is None or module is None or top in sys.builtin_module_names or (rest and not is_users(top)):
         return False
     if name == "__main__":
         return True

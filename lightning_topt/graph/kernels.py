@@ -38,6 +38,8 @@ ALLOCATIONS = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
     *("aten::new_empty", "aten::new_empty_strided"),
 }
+# Compute nothing.
+QUERIES = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
 
 
 @dataclass(frozen=True)

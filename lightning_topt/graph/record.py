@@ -15,14 +15,12 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.graph.collective_ops import is_collective, run_collective
-from lightning_topt.graph.kernels import ALLOCATIONS, Frozen, Measured, freeze, is_view, measure
+from lightning_topt.graph.kernels import ALLOCATIONS, QUERIES, Frozen, Measured, freeze, is_view, measure
 from lightning_topt.graph.real import Backups
 from lightning_topt.graph.recording import OUTSIDE, Call, OpRecord, Recording, Shape, Storage
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.graph.writes import is_strided, written_tensors
 
-# Queries that compute nothing.
-IGNORED = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
 SUM_OF_GRADIENTS = "aten::add"
 
 
@@ -150,7 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and record it."""
         kwargs = kwargs or {}
-        if func._schema.name in IGNORED:
+        if func._schema.name in QUERIES:
             return func(*args, **kwargs)
         index = self._backward_op() if self._is_backward else self._forward_op(func)
         self.failed = func

@@ -41,6 +41,7 @@ _BYTES_MOVED = 1 << 26  # of the memory bandwidth measurement: far more than a c
 # buffers of gloo, small blocks on the C heap (benchmarks/results/memory_limits.md). torch counts no such bytes on CUDA.
 _CPU_PROCESS_BYTES = 9 << 20
 _OVERLAPS_AGREE = 0.2
+_SMALL_SHARE, _LATEST = 0.1, 3  # of the kernels' expected seconds; of the time to measure them in
 
 
 @kept_global_state()
@@ -104,19 +105,23 @@ def measure_kernels(
 ) -> dict[KernelKey, float]:
     """Seconds of the graph's kernels on `device` at ``graph.batch_size``, those expected to cost most first.
 
-    Collective: all ranks measure the same kernels at the same time. It ends when `budget_seconds` are over, and leaves
-    out kernels that cannot be made outside the model, for which formulas stand in (`estimate_kernel_seconds`), and those
-    that are `known`.
+    Collective: all ranks measure the same kernels at the same time. It ends when `budget_seconds` are over, or up to twice
+    that later, once what is left is expected to be less than a tenth of the step. Left out are kernels that cannot be made
+    outside the model, for which formulas stand in (`estimate_kernel_seconds`), and those that are `known`.
     """
     device = torch.device(device)
-    deadline = time.perf_counter() + budget_seconds
+    start = time.perf_counter()
+    by_cost = _by_cost(graph)
+    ahead = sum(cost for _, cost in by_cost.values())
+    enough = _SMALL_SHARE * ahead
     seconds: dict[KernelKey, float] = {}
-    for key, kernel in _by_cost(graph).items():
+    for key, (kernel, cost) in by_cost.items():
+        ahead -= cost
         if key in known:
             continue
         call = _try_call(kernel, device)
-        possible, left = average([float(call is not None), deadline - time.perf_counter()])
-        if left <= 0:
+        possible, spent = average([float(call is not None), time.perf_counter() - start])
+        if spent >= budget_seconds * (1 if ahead + cost < enough else _LATEST):
             break
         if possible == 1.0 and call is not None:
             seconds[key] = time_call(call, device=device, budget_seconds=0.0, max_repeats=2)
@@ -188,7 +193,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _by_cost(graph: OpGraph) -> dict[KernelKey, Kernel]:
+def _by_cost(graph: OpGraph) -> dict[KernelKey, tuple[Kernel, float]]:
     """Distinct kernels, the ones that a rough roofline expects to cost most altogether first."""
     rough = Device("any", 1, {"float32": 5e10}, 1e10, 2e-6)
     totals: dict[KernelKey, float] = {}
@@ -200,7 +205,7 @@ def _by_cost(graph: OpGraph) -> dict[KernelKey, Kernel]:
             totals[key] = totals.get(key, 0.0) + kernel.count * roofline_seconds(
                 kernel, batch_size=graph.batch_size, device=rough
             )
-    return {key: kernels[key] for key in sorted(totals, key=lambda key: (-totals[key], key))}
+    return {key: (kernels[key], totals[key]) for key in sorted(totals, key=lambda key: (-totals[key], key))}
 
 
 def _try_call(kernel: Kernel, device: torch.device) -> Callable[[], None] | None:

@@ -22,12 +22,11 @@ _NAMES = ("GLIBC_TUNABLES", "LD_PRELOAD", "ATEN_CPU_CAPABILITY", "TORCH_ALLOW_TF
 _NO_MATTER = ("CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS")
 
 
-def describe_setup(device: torch.device, *, num_nodes: int, conditions: str = "") -> dict[str, Any]:
+def describe_setup(device: torch.device, *, num_nodes: int) -> dict[str, Any]:
     """The set-up as JSON values, the same on all ranks. Collective.
 
     Machines with their processors, devices and threads per rank; ranks and nodes; backend; versions of torch and of this
-    package; a hash of the environment variables that matter; settings of torch. `conditions` is for what the caller has
-    changed itself, such as the allocator.
+    package; a hash of the environment variables that matter; settings of torch.
     """
     machines: list[Any] = []
     for machine in gather(_machine(device)):
@@ -46,7 +45,6 @@ def describe_setup(device: torch.device, *, num_nodes: int, conditions: str = ""
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "cudnn": [torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic],
         },
-        "conditions": conditions,
     }
     found: dict[str, Any] = from_rank_0(setup)
     return found

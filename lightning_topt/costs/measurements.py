@@ -40,6 +40,8 @@ _CHECK_BYTES, _CHECK_SECONDS, _CHECK_REPEATS = 1 << 18, 0.02, 4
 _PATIENCE_SECONDS = 0.5  # with a machine that is busy for a moment
 _KERNELS_SECONDS, _UPDATES_SECONDS = 2.0, 0.5
 
+RETURNS_MEMORY = "freed memory is returned"  # the conditions under which plans with a memory limit run on CPUs
+
 Progress = Callable[[str], None]
 
 
@@ -55,9 +57,10 @@ class Measurements:
         directory: Path | None,
         refreshed: float | None,
         progress: Progress | None,
+        conditions: str,
     ) -> None:
         self.setup, self.device, self.entries, self.directory = setup, device, entries, directory
-        self._refreshed, self._progress = refreshed, progress
+        self._refreshed, self._progress, self._conditions = refreshed, progress, conditions
 
     @classmethod
     def open(
@@ -75,7 +78,7 @@ class Measurements:
         Args:
             device: what ranks train on.
             num_nodes: how many machines the ranks are on.
-            refresh: measure everything again; what is stored for the set-up is dropped with the next `save`.
+            refresh: measure everything again; what is stored, under all conditions, is dropped with the next `save`.
             directory: where the files are; by default ``lightning_topt/measurements`` in the user's cache directory.
             progress: called on rank 0 with a short line before anything that takes longer than a blink.
             conditions: what the caller has changed that measurements depend on, such as the allocator.
@@ -83,7 +86,7 @@ class Measurements:
         A file that is damaged or belongs to another user is not used, with a warning on rank 0.
         """
         device = torch.device(device)
-        setup = describe_setup(device, num_nodes=num_nodes, conditions=conditions)
+        setup = describe_setup(device, num_nodes=num_nodes)
         folder = _directory(directory)
 
         def read() -> Entries:
@@ -92,7 +95,12 @@ class Measurements:
 
         entries = from_rank_0(on_all_ranks(read))
         refreshed = time.time() if refresh else None
-        options: dict[str, Any] = {"directory": folder, "refreshed": refreshed, "progress": progress}
+        options: dict[str, Any] = {
+            "directory": folder,
+            "refreshed": refreshed,
+            "progress": progress,
+            "conditions": conditions,
+        }
         return cls(setup, device=device, entries=entries, **options)
 
     @property
@@ -111,7 +119,7 @@ class Measurements:
         again = "" if stored is None else " again, since exchanges take another time than when it was measured"
         self._tell(f"measuring this machine{again} (about 2 s)")
         cluster = calibrate(device=self.device, num_nodes=self.setup["num_nodes"])
-        self._add({"cluster": cluster.to_dict()})
+        self._add({self._name("cluster"): cluster.to_dict()})
         return cluster
 
     def kernel_seconds(self, graph: OpGraph, *, budget_seconds: float = _KERNELS_SECONDS) -> dict[KernelKey, float]:
@@ -121,8 +129,8 @@ class Measurements:
         too, so that two starts of one program plan with the same numbers.
         """
         names = {kernel_key(k): "" for op in graph.ops for k in (*op.forward, *op.backward)}
-        names = {key: _hashed("kernel", *key) for key in names}
-        graph_name = _hashed("graph", *sorted(names.values()))
+        names = {key: self._name("kernel", *key) for key in names}
+        graph_name = self._name("graph", *sorted(names.values()))
         known = {key: self._seconds(name) for key, name in names.items()}
         found = {key: seconds for key, seconds in known.items() if seconds is not None}
         if graph_name in self.entries or len(found) == len(names):
@@ -147,7 +155,7 @@ class Measurements:
         not among `named_parameters`, and for an optimizer that cannot be tried on a copy.
         """
         kinds = on_all_ranks(lambda: update_kinds(optimizers, named_parameters=named_parameters))
-        found = [self._seconds(_hashed("update", kind.key)) if kind.key else None for kind in kinds]
+        found = [self._seconds(self._name("update", kind.key)) if kind.key else None for kind in kinds]
         missing = [kind for kind, seconds in zip(kinds, found, strict=True) if seconds is None]
         measured = self._measure_updates(missing)
         updates: dict[str, float] = {}
@@ -167,7 +175,7 @@ class Measurements:
         each = _UPDATES_SECONDS / len(kinds)
         seconds = on_all_ranks(lambda: [measure_kind(kind, device=self.device, budget_seconds=each) for kind in kinds])
         seconds = average(seconds)
-        self._add({_hashed("update", kind.key): s for kind, s in zip(kinds, seconds, strict=True) if kind.key})
+        self._add({self._name("update", kind.key): s for kind, s in zip(kinds, seconds, strict=True) if kind.key})
         return seconds
 
     def _add(self, values: dict[str, Any], *, save: bool = True) -> None:
@@ -176,6 +184,9 @@ class Measurements:
         if save:
             self.save()
 
+    def _name(self, kind: str, *words: str) -> str:
+        return f"{kind} {hashlib.sha256(json.dumps([self._conditions, *words]).encode()).hexdigest()[:32]}"
+
     def _seconds(self, name: str) -> float | None:
         value = self.entries[name].value if name in self.entries else None
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -183,7 +194,7 @@ class Measurements:
         return float(value) if math.isfinite(value) and value > 0 else None
 
     def _stored_cluster(self) -> Cluster | None:
-        entry = self.entries.get("cluster")
+        entry = self.entries.get(self._name("cluster"))
         try:
             cluster = None if entry is None else Cluster.from_dict(entry.value)
         except ClusterError:
@@ -201,10 +212,6 @@ def _directory(directory: Path | str | None) -> Path | None:
         return default_directory() if directory is None else Path(directory)
     except RuntimeError:  # a user without a home
         return None
-
-
-def _hashed(*words: str) -> str:
-    return f"{words[0]} {hashlib.sha256(json.dumps(words).encode()).hexdigest()[:32]}"
 
 
 def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:

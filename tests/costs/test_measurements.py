@@ -128,7 +128,7 @@ def changed_on_rank(rank, directory, factor):
     value = cluster.to_dict()
     for curve in value["collectives"]:
         curve["seconds"] = [factor * seconds for seconds in curve["seconds"]]
-    found.entries["cluster"] = Entry(time.time(), value)
+    found.entries[found._name("cluster")] = Entry(time.time(), value)
     found.save()
     torch.distributed.barrier()
     lines = []

@@ -17,9 +17,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_topt.cli.local_ranks import run_on_ranks
-from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.measurements import RETURNS_MEMORY, Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.execution.allocator import return_freed_memory
 from lightning_topt.graph.batches import batch_sizes
@@ -94,16 +94,20 @@ def _costs(
     if strategy.request.cluster is not None:
         optimizer = profile_optimizers(module, device=torch.device("cpu"), measure=False)
         return Costs(strategy.request.cluster, optimizer, None)
+    conditions = ""
     if strategy.request.memory_limit is not None:
         return_freed_memory(strategy.root_device)  # as the run will; forked ranks inherit it
+        conditions = RETURNS_MEMORY
     accelerator = "cpu" if strategy.root_device.type == "cpu" else "cuda"
-    return run_on_ranks(_measure, graph, module, accelerator=accelerator, devices=trainer.num_devices)
+    return run_on_ranks(_measure, graph, module, conditions, accelerator=accelerator, devices=trainer.num_devices)
 
 
-def _measure(device: torch.device, num_nodes: int, graph: OpGraph, module: pl.LightningModule) -> Costs:
+def _measure(
+    device: torch.device, num_nodes: int, graph: OpGraph, module: pl.LightningModule, conditions: str
+) -> Costs:
     optimizer = profile_optimizers(module, device=device)
-    cluster = calibrate(device=device, num_nodes=num_nodes)
-    return Costs(cluster, optimizer, measure_kernels(graph, device=device))
+    measurements = Measurements.open(device=device, num_nodes=num_nodes, progress=print, conditions=conditions)
+    return Costs(measurements.cluster(), optimizer, measurements.kernel_seconds(graph))
 
 
 def _report(planning: Planning, memory_limit: float | None, folder: Path) -> None:

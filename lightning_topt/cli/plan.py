@@ -108,17 +108,12 @@ def _measure(device: torch.device, num_nodes: int, graph: OpGraph, module: pl.Li
 
 def _report(planning: Planning, memory_limit: float | None, folder: Path) -> None:
     frontier, chosen = planning.frontier, planning.chosen
-    save_png(folder / "frontier.png", frontier.points, chosen, memory_limit=memory_limit, title=planning.graph.model)
-    save_html(
-        folder / "frontier.html",
-        frontier.points,
-        chosen,
-        memory_limit=memory_limit,
-        title=planning.graph.model,
-        exact=frontier.exact,
-    )
+    points, title = frontier.shown_with(chosen), planning.graph.model
+    save_png(folder / "frontier.png", points, chosen, memory_limit=memory_limit, title=title)
+    page = folder / "frontier.html"
+    save_html(page, points, chosen, memory_limit=memory_limit, title=title, exact=frontier.exact)
     chosen.plan.save(folder / "plan.yaml")
     console = Console()
-    print_table(frontier.points, chosen, console=console)
+    print_table(points, chosen, console=console)
     console.print(f"{chosen.plan.summary()}\n{chosen.plan.reason}", highlight=False)
     console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)

@@ -1,6 +1,7 @@
 """Choosing one plan from a frontier, and saying why: least time, least memory, or fewest devices, within the limits.
 
 The three are the user modes of TensorOpt (arXiv 2004.10856, section 5): mini-time, and mini-parallelism for ``"devices"``.
+Predictions have errors, so among the plans that are as good as the best up to that error the simplest one is chosen.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 
 SCHEMA_VERSION = 1
 OBJECTIVES = ("time", "memory", "devices")
+TIME_ERROR = (
+    0.15  # share by which predicted times may be wrong: plans closer to one another than this count as equally fast
+)
+MEMORY_ERROR = 0.01  # the same for memory, where it is the objective; errors of similar plans are alike, so it is small
 
 
 class NoPlanFitsError(ValueError):
@@ -39,7 +44,8 @@ class PlanFrontier:
     """All plans that no other plan for the same number of devices beats in both time and memory, by devices and memory.
 
     `exact` says whether the search proves that; where not, no plan is better than one of these by more than the share
-    `error_bound` in both. `frontier.json` holds exactly these fields (docs/schemas.md).
+    `error_bound` in both. `uniform` are plans that treat all blocks alike, whether others beat them or not: a choice may
+    prefer them (see `choose`). `frontier.json` holds exactly these fields (docs/schemas.md).
     """
 
     points: tuple[PlanPoint, ...]
@@ -47,12 +53,23 @@ class PlanFrontier:
     capture_seconds: float
     search_seconds: float
     error_bound: float = 0.0
+    uniform: tuple[PlanPoint, ...] = ()
+
+    @property
+    def candidates(self) -> tuple[PlanPoint, ...]:
+        """All plans that may be chosen: those of the frontier, then the uniform ones that are not on it."""
+        return (*self.points, *(point for point in self.uniform if point not in self.points))
+
+    def shown_with(self, chosen: PlanPoint) -> tuple[PlanPoint, ...]:
+        """The points to show: those of the frontier, and the chosen one where it is not among them."""
+        return self.points if chosen in self.points else (*self.points, chosen)
 
     @classmethod
     def of(
         cls,
         points: Iterable[PlanPoint],
         *,
+        uniform: Iterable[PlanPoint] = (),
         capture_seconds: float = 0.0,
         search_seconds: float = 0.0,
         error_bound: float = 0.0,
@@ -63,12 +80,13 @@ class PlanFrontier:
             last = kept[-1] if kept and kept[-1].devices == point.devices else None
             if last is None or point.step_seconds < last.step_seconds:
                 kept.append(point)
-        return cls(tuple(kept), error_bound == 0, capture_seconds, search_seconds, error_bound)
+        return cls(tuple(kept), error_bound == 0, capture_seconds, search_seconds, error_bound, tuple(uniform))
 
     def to_json(self) -> str:
         """As `frontier.json` holds it."""
-        points = [{**vars(point), "plan": point.plan.to_dict()} for point in self.points]
-        return json.dumps({"schema_version": SCHEMA_VERSION, **vars(self), "points": points}, indent=1)
+        lists = {"points": self.points, "uniform": self.uniform}
+        plain = {key: [{**vars(p), "plan": p.plan.to_dict()} for p in points] for key, points in lists.items()}
+        return json.dumps({"schema_version": SCHEMA_VERSION, **vars(self), **plain}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> PlanFrontier:
@@ -76,8 +94,11 @@ class PlanFrontier:
         data: dict[str, Any] = json.loads(text)
         if data.pop("schema_version", None) != SCHEMA_VERSION:
             raise ValueError(f"this frontier was not written by schema version {SCHEMA_VERSION}; run `topt plan` again")
-        points = [{**point, "plan": ParallelPlan.from_dict(point["plan"])} for point in data.pop("points")]
-        return cls(points=tuple(PlanPoint(**point) for point in points), **data)
+        points, uniform = (
+            tuple(PlanPoint(**{**p, "plan": ParallelPlan.from_dict(p["plan"])}) for p in data.pop(key, ()))
+            for key in ("points", "uniform")
+        )
+        return cls(points=points, uniform=uniform, **data)
 
     def save(self, path: str | Path) -> None:
         """Write `to_json` to a file."""
@@ -97,14 +118,21 @@ def choose(
     memory_limit: float | None = None,
     devices: int | None = None,
     memory_margin: float = 0.05,
+    time_error: float = TIME_ERROR,
 ) -> PlanPoint:
-    """The point that is best by `objective` within the limits; its plan's `reason` says why, and what its neighbours cost.
+    """The simplest point that is as good as the best by `objective`; its plan's `reason` says why, and what others cost.
+
+    Simple means, in this order: gradients travel whole, parameters are whole, blocks are alike, nothing is recomputed, a
+    low ZeRO level, few blocks that deviate. Plans with equally many devices are compared.
 
     Args:
-        objective: ``"time"``: least time; ``"memory"``: least memory; ``"devices"``: fewest devices, then least time.
+        points: `PlanFrontier.candidates`, or any others.
+        objective: ``"time"``: least time; ``"memory"``: least memory (up to 1 %); ``"devices"``: fewest devices, then least
+            time.
         memory_limit: bytes per device, or None.
         devices: consider plans for this number of devices only.
         memory_margin: a plan fits when ``peak_bytes * (1 + memory_margin) <= memory_limit``.
+        time_error: plans up to this share slower than the fastest count as equally fast.
 
     Raises ValueError for an unknown objective and for a number of devices without plans, NoPlanFitsError when nothing fits.
     """
@@ -117,14 +145,47 @@ def choose(
     if not fitting:
         assert memory_limit is not None
         raise NoPlanFitsError(_why_none_fits(candidates, memory_limit, memory_margin))
-    keys = {
-        "time": lambda p: (p.step_seconds, p.peak_bytes, p.devices),
-        "memory": lambda p: (p.peak_bytes, p.step_seconds, p.devices),
-        "devices": lambda p: (p.devices, p.step_seconds, p.peak_bytes),
-    }
-    chosen = min(fitting, key=keys[objective])
-    reason = _why(chosen, candidates, objective=objective, memory_limit=memory_limit, memory_margin=memory_margin)
-    return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, reason=reason))
+    cost, error = (_by_memory, MEMORY_ERROR) if objective == "memory" else (_by_time, time_error)
+    best = min(fitting, key=lambda p: (p.devices if objective == "devices" else 0, cost(p), p.devices))
+    equal = [p for p in fitting if p.devices == best.devices and cost(p)[0] <= cost(best)[0] * (1 + error)]
+    chosen = min(equal, key=lambda p: (_complexity(p.plan), cost(p)))
+    reason = "; ".join(
+        [
+            _why(chosen, best, objective=objective, memory_limit=memory_limit, error=error),
+            *_neighbours(chosen, candidates, memory_limit=memory_limit, memory_margin=memory_margin),
+        ]
+    )
+    return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, reason=f"{reason}."))
+
+
+def _by_time(point: PlanPoint) -> tuple[float, float]:
+    return point.step_seconds, point.peak_bytes
+
+
+def _by_memory(point: PlanPoint) -> tuple[float, float]:
+    return point.peak_bytes, point.step_seconds
+
+
+def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
+    """Smaller is simpler; whole numbers that do not depend on any prediction, so that noise moves no choice between equals."""
+    exchange = plan.gradient_exchange
+    named = [block.config for block in plan.blocks if block.block]
+    levels = [block.config.zero_stage for block in plan.blocks]
+    kinds = {(config.zero_stage, config.recompute) for config in named}
+    if (
+        not plan.is_sharded
+    ):  # the block "" cannot recompute, and is ZeRO 2 in plans that shard: only in others it can deviate
+        kinds |= {(level, False) for level in set(levels) - {config.zero_stage for config in named}}
+    recomputed = sum(config.recompute for config in named)
+    return (
+        0 if exchange is None else 1 + is_lossy(exchange),
+        int(plan.is_sharded),
+        len(kinds),
+        int(recomputed > 0),
+        max(levels),
+        recomputed,
+        sum(levels),
+    )
 
 
 def _why_none_fits(points: Sequence[PlanPoint], memory_limit: float, memory_margin: float) -> str:
@@ -139,26 +200,45 @@ def _why_none_fits(points: Sequence[PlanPoint], memory_limit: float, memory_marg
     )
 
 
-def _why(
-    chosen: PlanPoint,
-    points: Sequence[PlanPoint],
-    *,
-    objective: str,
-    memory_limit: float | None,
-    memory_margin: float,
-) -> str:
-    best = {
-        "time": "The fastest step",
-        "memory": "The least memory",
-        "devices": "The fewest devices, and their fastest step",
+def _why(chosen: PlanPoint, best: PlanPoint, *, objective: str, memory_limit: float | None, error: float) -> str:
+    """The first sentence: what the plan is the best of, and what it costs."""
+    limit = "" if memory_limit is None else f" that fits into a limit of {format_bytes(memory_limit)} per device"
+    costs = (
+        f": {format_seconds(chosen.step_seconds)} and {format_bytes(chosen.peak_bytes)} predicted on "
+        f"{chosen.devices} device(s)"
+    )
+    if chosen is best:
+        words = {
+            "time": f"The fastest step{limit}",
+            "memory": f"The least memory of any plan{limit}",
+            "devices": f"The fewest devices with a plan{limit}, and their fastest step",
+        }
+        return words[objective] + costs
+    words = {
+        "time": f"As fast as any plan{limit}",
+        "memory": f"As small as any plan{limit}",
+        "devices": f"The fewest devices with a plan{limit}, as fast as any of theirs",
     }
-    within = "" if memory_limit is None else f" within {format_bytes(memory_limit)} per device"
-    sentences = [
-        f"{best[objective]}{within}: {format_seconds(chosen.step_seconds)} and {format_bytes(chosen.peak_bytes)} "
-        f"predicted on {chosen.devices} device(s)"
-    ]
+    simplest = f", within the prediction's error of {100 * error:g} %, and the simplest of these"
+    if objective == "memory":
+        saved = (
+            f"the smallest ({best.plan.summary()}) saves {_percent(best.peak_bytes, chosen.peak_bytes)} of the memory"
+        )
+    else:
+        saved = (
+            f"the fastest ({best.plan.summary()}) saves {_percent(best.step_seconds, chosen.step_seconds)} of the time"
+        )
+    return f"{words[objective]}{simplest}{costs}; {saved}"
+
+
+def _neighbours(
+    chosen: PlanPoint, points: Sequence[PlanPoint], *, memory_limit: float | None, memory_margin: float
+) -> list[str]:
+    """Sentences on the plans beside it on the frontier, and on what compression buys."""
+    sentences = []
     peers = sorted((p for p in points if p.devices == chosen.devices), key=lambda p: p.peak_bytes)
-    faster = next((p for p in peers if p.step_seconds < chosen.step_seconds), None)
+    larger = [p for p in peers if p.peak_bytes >= chosen.peak_bytes]
+    faster = next((p for p in larger if p.step_seconds < chosen.step_seconds), None)
     smaller = next((p for p in reversed(peers) if p.peak_bytes < chosen.peak_bytes), None)
     if faster is not None:
         needed = faster.peak_bytes * (1 + memory_margin)
@@ -169,13 +249,12 @@ def _why(
         )
     if smaller is not None:
         saved = format_bytes(chosen.peak_bytes - smaller.peak_bytes)
-        sentences.append(
-            f"the next smaller plan ({smaller.plan.summary()}) saves {saved} and is "
-            f"{_percent(chosen.step_seconds, smaller.step_seconds, of=chosen.step_seconds)} slower"
-        )
+        change = (smaller.step_seconds - chosen.step_seconds) / chosen.step_seconds
+        pace = f"is {100 * change:.1f} % slower" if change >= 0 else f"{100 * -change:.1f} % of the time"
+        sentences.append(f"the next smaller plan ({smaller.plan.summary()}) saves {saved} and {pace}")
     if exchange := _why_compressed(chosen, peers):
         sentences.append(exchange)
-    return "; ".join(sentences) + "."
+    return sentences
 
 
 def _why_compressed(chosen: PlanPoint, peers: Sequence[PlanPoint]) -> str:
@@ -190,5 +269,5 @@ def _why_compressed(chosen: PlanPoint, peers: Sequence[PlanPoint]) -> str:
     return words
 
 
-def _percent(low: float, high: float, *, of: float | None = None) -> str:
-    return f"{100 * (high - low) / (high if of is None else of):.1f} %"
+def _percent(low: float, high: float) -> str:
+    return f"{100 * (high - low) / high:.1f} %"

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_topt.costs.plain_values import names, number, one_line, parse_json, shown, whole
 from lightning_topt.costs.units import format_bytes, format_seconds
 from lightning_topt.plan.gradient_exchange import describe_exchange, is_lossy
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 
 SCHEMA_VERSION = 1
 OBJECTIVES = ("time", "memory", "devices")
@@ -90,25 +91,53 @@ class PlanFrontier:
 
     @classmethod
     def from_json(cls, text: str) -> PlanFrontier:
-        """Read what `to_json` wrote. Raises ValueError on another schema version."""
-        data: dict[str, Any] = json.loads(text)
-        if data.pop("schema_version", None) != SCHEMA_VERSION:
-            raise ValueError(f"this frontier was not written by schema version {SCHEMA_VERSION}; run `topt plan` again")
-        points, uniform = (
-            tuple(PlanPoint(**{**p, "plan": ParallelPlan.from_dict(p["plan"])}) for p in data.pop(key, ()))
-            for key in ("points", "uniform")
-        )
-        return cls(points=points, uniform=uniform, **data)
+        """Read what `to_json` wrote. Raises PlanError, also on another schema version."""
+        try:
+            return _read_frontier(parse_json(text))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise PlanError(f"cannot read the frontier: {one_line(error)}") from error
 
     def save(self, path: str | Path) -> None:
         """Write `to_json` to a file."""
         Path(path).write_text(self.to_json() + "\n")
 
 
+def _read_frontier(data: Any) -> PlanFrontier:
+    if not isinstance(data, dict):
+        raise ValueError(f"it is a mapping, got {type(data).__name__}")
+    if type(data.get("schema_version")) is not int or data.pop("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"it was not written by schema version {SCHEMA_VERSION}; run `topt plan` again")
+    known = {field.name for field in dataclasses.fields(PlanFrontier)}
+    if wrong := set(data) ^ (known | {"uniform"} if "uniform" in data else known - {"uniform"}):
+        raise ValueError(f"the entries {names(wrong)} are unknown or missing")
+    if not isinstance(data.pop("exact"), bool):
+        raise ValueError("exact must be true or false")
+    lists = {key: _read_points(data.pop(key, ()), name=key) for key in ("points", "uniform")}
+    seconds = {key: number(value, name=key) for key, value in data.items()}
+    return PlanFrontier(exact=seconds["error_bound"] == 0, **lists, **seconds)  # type: ignore[arg-type]
+
+
+def _read_points(entries: Any, *, name: str) -> tuple[PlanPoint, ...]:
+    if not isinstance(entries, list | tuple) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{name} must be a list of mappings")
+    fields = {"step_seconds", "peak_bytes", "devices", "plan"}
+    if any(set(entry) != fields for entry in entries):
+        raise ValueError(f"each of {name} has the entries {sorted(fields)}")
+    return tuple(
+        PlanPoint(
+            number(entry["step_seconds"], name="step_seconds"),
+            number(entry["peak_bytes"], name="peak_bytes"),
+            whole(entry["devices"], name="devices"),
+            ParallelPlan.from_dict(entry["plan"]),
+        )
+        for entry in entries
+    )
+
+
 def check_objective(objective: str, *, allowed: Sequence[str] = OBJECTIVES) -> None:
     """Raise ValueError unless `objective` is one of `allowed`."""
     if objective not in allowed:
-        raise ValueError(f"objective must be one of {', '.join(allowed)}; got {objective!r}")
+        raise ValueError(f"objective must be one of {', '.join(allowed)}; got {shown(objective)}")
 
 
 def choose(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.cluster import Cluster, ClusterError
+from lightning_topt.costs.plain_values import shown
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
 
@@ -37,12 +39,16 @@ def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None)
     if plan is None or isinstance(plan, ParallelPlan):
         return plan
     if isinstance(plan, Mapping):
-        return ParallelPlan.from_dict(dict(plan))
+        return ParallelPlan.from_dict(plan)
+    if not isinstance(plan, str | Path):
+        raise PlanError(f"plan is a ParallelPlan, a file, a mapping or a name such as 'zero1', got {shown(plan)}")
     name, _, suffix = str(plan).partition("+")
     if name in UNIFORM and suffix in ("", "recompute"):
         return UniformPlan(UNIFORM[name], suffix == "recompute")
-    if not Path(plan).exists():
-        raise PlanError(f"plan={str(plan)!r} is neither a file nor one of {sorted(UNIFORM)} (or with '+recompute')")
+    if not os.path.lexists(plan):
+        raise PlanError(
+            f"plan={shown(str(plan))} is neither a file nor one of {sorted(UNIFORM)} (or with '+recompute')"
+        )
     return ParallelPlan.load(plan)
 
 
@@ -63,4 +69,8 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cl
     """A cluster from any of these; None stays None. Raises ClusterError."""
     if cluster is None or isinstance(cluster, Cluster):
         return cluster
-    return Cluster.from_dict(cluster) if isinstance(cluster, Mapping) else Cluster.load(cluster)
+    if isinstance(cluster, Mapping):
+        return Cluster.from_dict(cluster)
+    if not isinstance(cluster, str | Path):
+        raise ClusterError(f"cluster is a Cluster, a file, a mapping, or None to measure, got {shown(cluster)}")
+    return Cluster.load(cluster)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
-from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, EXCHANGE_KEY, lost_peers
+from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, EXCHANGE_KEY, lost_peers, name_own_strategy
 
 
 class ExchangeSteps(DDPStrategy):
@@ -46,6 +46,7 @@ class ExchangeSteps(DDPStrategy):
             exception.args = lost.args
         self._close_exchange()
         super().on_exception(exception)
+        name_own_strategy(exception, type(self).__name__)
 
     @override
     def teardown(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,12 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_topt.communication.argument_checks import check_real, check_whole
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import shown
+from lightning_topt.costs.units import parse_bytes
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
 
 UNIFORM = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -74,3 +77,32 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cl
     if not isinstance(cluster, str | Path):
         raise ClusterError(f"cluster is a Cluster, a file, a mapping, or None to measure, got {shown(cluster)}")
     return Cluster.load(cluster)
+
+
+def check_planner_options(
+    *, memory_margin: Any, objective: Any, objectives: Sequence[str] = ("time", "memory")
+) -> None:
+    """Raise ValueError for a margin or an objective that `AutoParallelStrategy` cannot have."""
+    check_objective(objective, allowed=objectives)
+    check_real(memory_margin, name="memory_margin")
+    if not 0 <= memory_margin < 1:
+        raise ValueError(f"memory_margin is a share between 0 and 1, got {memory_margin}")
+
+
+def read_memory_limit(limit: int | float | str | None) -> int | None:
+    """Bytes from a number or text such as ``"2GiB"``; None stays None. Raises ValueError."""
+    size = None if limit is None else parse_bytes(limit, name="memory_limit")
+    if size == 0:
+        raise ValueError("memory_limit is above 0 bytes; leave it out for the memory of the device")
+    return size
+
+
+def read_device_counts(counts: Any, *, default: int) -> tuple[int, ...]:
+    """Numbers of ranks to plan for; None is the `default` alone. Raises ValueError for anything but a list of counts."""
+    if counts is None:
+        return (default,)
+    if isinstance(counts, str | Mapping) or not isinstance(counts, Iterable) or not (found := tuple(counts)):
+        raise ValueError(f"device_counts is a list of numbers of ranks such as [2,4], or null; got {shown(counts)}")
+    for count in found:
+        check_whole(count, name="each of device_counts")
+    return tuple(dict.fromkeys(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -37,5 +37,6 @@ def check_choice(value: Any, *, name: str, allowed: Iterable[str]) -> None:
 
 def check_texts(value: Any, *, name: str) -> None:
     """Refuse what is not a list or tuple of texts, a single text above all: that would be read letter by letter."""
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if not listed or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{name} is a list of texts such as ['norm', 'bias']; got {reprlib.repr(value)}")

@@ -25,10 +25,12 @@ from lightning_topt.execution.allocator import return_freed_memory
 from lightning_topt.graph.batches import batch_sizes
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.report import print_table, save_html, save_png
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.example_batch import batches_of
 from lightning_topt.plugins.planning import Planning, profile_optimizers, search_plans
+from lightning_topt.plugins.read_options import read_device_counts
 from lightning_topt.plugins.run_plan import choose_for
 
 
@@ -53,6 +55,9 @@ def run(config: DictConfig) -> None:
     if not isinstance(strategy, AutoParallelStrategy):
         raise ValueError("topt plan needs strategy=topt: the other strategies have nothing to plan")
     trainer: pl.Trainer = instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all")
+    device_counts = read_device_counts(config.device_counts, default=trainer.world_size)
+    objective = config.objective or strategy.request.objective
+    check_objective(objective)
     start = time.perf_counter()
     graph, samples = _capture(model, datamodule, trainer)
     capture_seconds = time.perf_counter() - start
@@ -65,13 +70,13 @@ def run(config: DictConfig) -> None:
         optimizer=costs.optimizer,
         exchanges=strategy.request.allowed.candidates,
         kernel_seconds=costs.kernel_seconds,
-        device_counts=tuple(config.device_counts or [trainer.world_size]),
+        device_counts=device_counts,
         global_batch_size=samples * trainer.world_size,
         capture_seconds=capture_seconds,
     )
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
-    request = dataclasses.replace(strategy.request, objective=config.objective or strategy.request.objective)
+    request = dataclasses.replace(strategy.request, objective=objective)
     _report(Planning(frontier, choose_for(request, frontier, costs.cluster), graph), request.memory_limit, folder)
 
 
@@ -112,17 +117,12 @@ def _measure(
 
 def _report(planning: Planning, memory_limit: float | None, folder: Path) -> None:
     frontier, chosen = planning.frontier, planning.chosen
-    save_png(folder / "frontier.png", frontier.points, chosen, memory_limit=memory_limit, title=planning.graph.model)
-    save_html(
-        folder / "frontier.html",
-        frontier.points,
-        chosen,
-        memory_limit=memory_limit,
-        title=planning.graph.model,
-        exact=frontier.exact,
-    )
+    points, title = frontier.shown_with(chosen), planning.graph.model
+    save_png(folder / "frontier.png", points, chosen, memory_limit=memory_limit, title=title)
+    page = folder / "frontier.html"
+    save_html(page, points, chosen, memory_limit=memory_limit, title=title, exact=frontier.exact)
     chosen.plan.save(folder / "plan.yaml")
     console = Console()
-    print_table(frontier.points, chosen, console=console)
+    print_table(points, chosen, console=console)
     console.print(f"{chosen.plan.summary()}\n{chosen.plan.reason}", highlight=False)
     console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)

@@ -27,8 +27,6 @@ def capture(
     batch: Any,
     *,
     second_batch: Any | None = None,
-    batch_scaling: bool = True,
-    real: bool = False,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
     batch_scaling: bool = True,

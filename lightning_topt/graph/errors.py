@@ -46,8 +46,6 @@ def may_need_values(error: BaseException) -> bool:
     """
     return bool(getattr(error, "needs_values", False))
 
-    needs_values = True
-
 
 def explain(error: Exception, failed: object) -> CaptureError | None:
     """The CaptureError for an exception raised under fake tensors, None when it is the user's own.

@@ -140,7 +140,8 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
 def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:
     """The point of `frontier` that meets `request`; no limit means the memory of a device. Raises NoPlanFitsError."""
     limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
-    return choose(frontier.points, objective=request.objective, memory_limit=limit, memory_margin=request.memory_margin)
+    margin = request.memory_margin
+    return choose(frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin)
 
 
 def _families(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[str, ...]:

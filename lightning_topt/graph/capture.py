@@ -29,6 +29,8 @@ def capture(
     batch: Any,
     *,
     second_batch: Any | None = None,
+    batch_scaling: bool = True,
+    real: bool = False,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
 ) -> OpGraph:
@@ -55,6 +57,20 @@ def capture(
     """
     _check(module)
     _check_device(torch.device(device))
+    if real:
+        raise CaptureError("no real capture")
+    if not batch_scaling:
+        with _unchanged_random_state(), torch.compiler.set_stance("force_eager"):
+            copied, first, size = _run(
+                module, batch, samples=(1, 1), forward_context=forward_context, device=torch.device(device)
+            )
+            return assemble(
+                copied,
+                (first, first),
+                name=type(module).__name__,
+                sizes=(next(t for t in tensors_in(batch)).shape[0],) * 2,
+                input_bytes=(size, size),
+            )
     sizes = batch_sizes(batch, second_batch)
     with _unchanged_random_state(), torch.compiler.set_stance("force_eager"):
         run = partial(_run, module, forward_context=forward_context, device=torch.device(device))

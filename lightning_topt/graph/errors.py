@@ -30,6 +30,8 @@ FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
 class CaptureError(ValueError):
     """The module's training step cannot be captured; the message says why, where, and what to do instead."""
 
+    needs_values = True
+
 
 def explain(error: Exception, failed: object) -> CaptureError | None:
     """The CaptureError for an exception raised under fake tensors, None when it is the user's own.

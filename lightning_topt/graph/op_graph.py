@@ -174,6 +174,7 @@ class OpGraph:
     timeline: tuple[Segment, ...]
     buffer_bytes: int
     input_bytes: Amount
+    unused: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [op.name for op in self.ops]

@@ -1,9 +1,8 @@
-"""What our strategies that exchange gradients or parameters share: DDP's options checked, lost peers named, the end."""
+"""What our strategies that exchange gradients or parameters share: DDP's options checked, names registered, the end."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_topt.communication.peers import PeerLostError, PeerMonitor
-
 CHECKPOINT_KEY, EXCHANGE_KEY = "lightning_topt", "gradient_exchange"
 HOOK_OPTIONS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
-LOST = re.compile(
-    r"closed by peer|reset by peer|broken pipe|timed out|timeout|remote process exited|NCCL", re.IGNORECASE
-)
 
 
 def checked_ddp_options(options: dict[str, Any], *, strategy: str, wraps: bool = True) -> dict[str, Any]:
@@ -53,13 +47,6 @@ def register_names(name: str, strategy: type[DDPStrategy], *, registry: Any, des
             description=f"{description}; ranks start by `{start_method}`",
             start_method=start_method,
         )
-
-
-def lost_peers(error: BaseException, monitor: PeerMonitor) -> PeerLostError | None:
-    """Who is gone, if `error` is of a collective (also Lightning's or the user's) that lost its connection."""
-    if not isinstance(error, RuntimeError) or isinstance(error, PeerLostError) or not LOST.search(str(error)):
-        return None
-    return monitor.diagnose(error)
 
 
 def refuse_momentum(optimizers: Sequence[Optimizer]) -> None:

@@ -30,7 +30,7 @@ def fake_copy(module: T, *, device: torch.device | str = "cpu") -> tuple[T, Fake
     that are not strided.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return copy_module(module, _Fakes(mode, torch.device(device)), forgive_metrics=True), mode
+    return copy_module(module, _Fakes(mode, torch.device(device)), fake=True), mode
 
 
 class _Fakes(TensorCopies):

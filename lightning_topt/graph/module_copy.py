@@ -43,11 +43,12 @@ class TensorCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def copy_module(module: T, copies: TensorCopies, *, forgive_metrics: bool) -> T:
+def copy_module(module: T, copies: TensorCopies, *, fake: bool) -> T:
     """Return a deep copy of `module` with its tensors converted by `copies`, which logs and prints nothing.
 
     The trainer, data sets and any attribute that cannot be copied are shared. Iterators that cannot be copied are
-    replaced: what they yield to a copy would be lost. Raises CaptureError for lazy parameters without a shape.
+    replaced: what they yield to a copy would be lost. With `fake` metrics and synchronized batch normalization, which need
+    values, do without them. Raises CaptureError for lazy parameters without a shape.
     """
     memo: dict[int, Any] = {id(value): value for value in _shared(module)}
     for submodule in module.modules():
@@ -63,9 +64,18 @@ def copy_module(module: T, copies: TensorCopies, *, forgive_metrics: bool) -> T:
         copied = _deepcopy(module, memo)
     for original, new in zip(module.modules(), copied.modules(), strict=True):
         _adapt(original, new, copies.device)
-        quiet_metric(new, forgive=forgive_metrics)
+        quiet_metric(new, forgive=fake)
+        if fake and type(new) is nn.SyncBatchNorm:
+            new.__class__ = SyncBatchNorm  # type: ignore[assignment]
     silence(copied)
     return copied
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Normalizes over the batch of one rank, which computes as much; statistics are not exchanged."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
 
 
 def _shared(module: nn.Module) -> Iterator[Any]:

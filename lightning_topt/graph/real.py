@@ -20,7 +20,7 @@ def real_copy(module: T) -> T:
 
     Nothing of `module` changes when a `Backups` sees every write of the copy; see `fake_copy` for the rest.
     """
-    return copy_module(module, _Aliases(module), forgive_metrics=False)
+    return copy_module(module, _Aliases(module), fake=False)
 
 
 def real_batch(batch: Any) -> Any:

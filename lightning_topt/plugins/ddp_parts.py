@@ -11,6 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_topt.plugins.register import register_names as register_names
+
 CHECKPOINT_KEY, EXCHANGE_KEY = "lightning_topt", "gradient_exchange"
 HOOK_OPTIONS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
 
@@ -37,15 +39,15 @@ def checked_ddp_options(options: dict[str, Any], *, strategy: str, wraps: bool =
     return options
 
 
-def register_names(name: str, strategy: type[DDPStrategy], *, registry: Any, description: str) -> None:
-    """Register `name`, and ``name_fork`` and ``name_spawn`` for other ways to start ranks."""
-    for suffix, start_method in (("", "popen"), ("_fork", "fork"), ("_spawn", "spawn")):
-        registry.register(
-            f"{name}{suffix}",
-            strategy,
-            override=True,
-            description=f"{description}; ranks start by `{start_method}`",
-            start_method=start_method,
+def name_own_strategy(error: BaseException, strategy: str) -> None:
+    """Let Lightning's advice on unused parameters name `strategy`, a class of ours, in place of its ``ddp``."""
+    name = {"AutoParallelStrategy": "topt", "CompressedDDPStrategy": "topt_compressed"}.get(strategy)
+    if name is not None:
+        error.args = tuple(
+            argument.replace("='ddp_find_unused", f"='{name}_find_unused").replace("=DDPStrategy(", f"={strategy}(")
+            if isinstance(argument, str)
+            else argument
+            for argument in error.args
         )
 
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
 from lightning_topt.communication.peers import PeerLostError
 from lightning_topt.communication.rank_watch import is_of_collective
-from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, EXCHANGE_KEY
+from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, EXCHANGE_KEY, name_own_strategy
 from lightning_topt.plugins.lost_ranks import NamesLostRanks
 
 
@@ -47,6 +47,7 @@ class ExchangeSteps(NamesLostRanks):
         self._give_up_exchange(exception)
         self._close_exchange()
         super().on_exception(exception)
+        name_own_strategy(exception, type(self).__name__)
 
     def _give_up_exchange(self, error: BaseException) -> None:
         """Other ranks may wait in the exchange for this one, whose collective call elsewhere has failed."""

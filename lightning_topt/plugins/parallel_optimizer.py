@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt.communication.argument_checks import check_flag, check_real
 from lightning_topt.communication.node.rows import NodeRows, node_rows
 from lightning_topt.communication.rank_watch import RankWatch, watch_ranks, within_limit
 from lightning_topt.optim.adaptive_step import AdaptiveStep, Sharing
@@ -79,14 +80,15 @@ class ParallelOptimizerStep(pl.Callback):
         reduce_scatter: bool = False,
         timeout_seconds: float = 300.0,
     ) -> None:
+        check_flag(always, name="always")
+        check_flag(reduce_scatter, name="reduce_scatter")
+        check_real(timeout_seconds, name="timeout_seconds", positive=True)
         if rule is not None and rule not in get_args(UpdateRule):
             raise ValueError(f"rule is one of {get_args(UpdateRule)}, or None to find out; got {rule!r}")
         if gather_dtype not in (None, *GATHER_DTYPES, *GATHER_DTYPES.values()):
             raise ValueError(
                 f"gather_dtype is torch.bfloat16, or None for that of the parameters; got {gather_dtype!r}"
             )
-        if timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds is positive, got {timeout_seconds}")
         self.always, self.rule, self.timeout_seconds = always, rule, timeout_seconds
         self.reduce_scatter = reduce_scatter
         self.gather_dtype = GATHER_DTYPES[gather_dtype] if isinstance(gather_dtype, str) else gather_dtype

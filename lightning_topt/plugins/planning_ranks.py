@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.plugins.plan_request import PlanRequest
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ def _share(function: Callable[[], T], *, only_rank_0: bool) -> T:
         try:
             result = function()
         except Exception as caught:
+            if is_of_collective(caught):
+                raise  # a rank is gone: the next collective call would wait for it again
             error = caught
     messages: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.memory import FAMILIES
@@ -23,7 +24,6 @@ from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run, exchanges_of_run
-from lightning_topt.plugins.ddp_parts import LOST
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning, profile_optimizers, search_plans
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
@@ -61,7 +61,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
             return plan, None, "given"
         return *_search(request, trainer, graph), "search"
     except Exception as error:
-        if request.insists or LOST.search(str(error)):
+        if request.insists or is_of_collective(error):
             raise
         reason = " ".join(str(error).split())
         rank_zero_warn(
@@ -140,7 +140,8 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
 def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:
     """The point of `frontier` that meets `request`; no limit means the memory of a device. Raises NoPlanFitsError."""
     limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
-    return choose(frontier.points, objective=request.objective, memory_limit=limit, memory_margin=request.memory_margin)
+    margin = request.memory_margin
+    return choose(frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin)
 
 
 def _families(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[str, ...]:

@@ -46,7 +46,9 @@ class Sharding:
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         stages = {block.block: block.config.zero_stage for block in plan.blocks}
         for name, stage in stages.items():
-            if name:
+            # Nothing to shard in the others, and FSDP2 keeps modules in dictionaries, which metrics (their hash changes
+            # with their state) get lost in.
+            if name and next(module.get_submodule(name).parameters(), None) is not None:
                 self._shard(module.get_submodule(name), mesh, stage)
         self.root = ShardedModule(module)
         self._shard(self.root, mesh, stages[""])

@@ -114,21 +114,30 @@ class Outcome:
     topt: Run
 
 
-def compare_on_this_rank(rank: int, names: Sequence[str], strategy: Callable[[Program], Strategy]) -> list[Outcome]:
-    """Run each program twice. A failure on one rank only would leave the other waiting, and ends with its time-out."""
+Strategies = Sequence[Callable[[Program], Strategy]]
+
+
+def compare_on_this_rank(rank: int, names: Sequence[str], strategies: Strategies) -> list[list[Outcome]]:
+    """Run each program under ddp and under each of `strategies`; an outcome for each program and strategy.
+
+    A failure on one rank only would leave the other waiting, and ends with its time-out.
+    """
     gc.freeze()  # what the fork brought along: each collection would touch, and so copy, all of its pages
     # Ranks are daemons, which may not start the workers of a loader.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     outcomes = []
-    for name in names:
-        program = PROGRAMS[name]
-        expected, found = run_program(program, ddp_strategy(program)), run_program(program, strategy(program))
-        outcomes.append(Outcome(name, differences(expected, found, exactly=found.is_plain), expected, found))
-        expected.state = found.state = {}
+    for program in (PROGRAMS[name] for name in names):
+        expected = run_program(program, ddp_strategy(program))
+        runs = [run_program(program, strategy(program)) for strategy in strategies]
+        told = [differences(expected, run, exactly=run.is_plain) for run in runs]
+        outcomes.append([Outcome(program.name, found, expected, run) for found, run in zip(told, runs, strict=True)])
+        for run in (expected, *runs):
+            run.state = {}
     return outcomes
 
 
-def compare(names: Sequence[str], strategy: Callable[[Program], Strategy], *, timeout_seconds: float = 240) -> Any:
-    """The outcomes on 2 ranks, started once for all programs: a list for each rank."""
-    arguments = (compare_on_this_rank, 2, (list(names), strategy))
-    return run_ranks(_as_torchrun, 2, *arguments, timeout_seconds=timeout_seconds)
+def compare(names: Sequence[str], strategies: Strategies, *, timeout_seconds: float = 240) -> list[list[Outcome]]:
+    """For each strategy the outcomes of all programs on both of 2 ranks, which are started once."""
+    arguments = (compare_on_this_rank, 2, (list(names), strategies))
+    ranks = run_ranks(_as_torchrun, 2, *arguments, timeout_seconds=timeout_seconds)
+    return [[program[index] for rank in ranks for program in rank] for index in range(len(strategies))]

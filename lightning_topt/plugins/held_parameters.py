@@ -235,7 +235,7 @@ def _judge(link: _Link, names: _Names) -> tuple[str | None, bool]:
     if isinstance(value, nn.Module):
         return _of_module(link, names, held), False
     if isinstance(value, Optimizer):
-        return f"optimizer {kind.__name__}, which configure_optimizers does not return, holds {held}", False
+        return None, True  # it counts where it can be stepped again: that of an earlier fit is held by Lightning alone
     if isinstance(value, types.ModuleType):
         return None, False
     if kind is dict and isinstance(name := value.get("__name__"), str) and "__builtins__" in value:

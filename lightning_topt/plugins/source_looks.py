@@ -41,8 +41,25 @@ HARMLESS = frozenset(
     ["device", "dtype", "is_cuda", "requires_grad", "numel", "nelement", "shape", "size", "ndim", "dim"]
 )
 HARMLESS_CALLS = frozenset(
-    ["isinstance", "issubclass", "hasattr", "type", "id", "print", "repr", "str", "super", "len", "next", "callable"]
+    [
+        *(
+            "isinstance",
+            "issubclass",
+            "hasattr",
+            "type",
+            "id",
+            "print",
+            "repr",
+            "str",
+            "super",
+            "len",
+            "next",
+            "callable",
+        ),
+        *("getattr", "setattr", "delattr"),
+    ]
 )
+KNOWS_SHARDS = frozenset({"full_tensor", "to_local"})
 MODES = frozenset({"train", "eval", "training"})
 MAX_DEPTH = 5
 
@@ -132,6 +149,8 @@ class _Function:
 
     def looks(self) -> str | None:
         parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        if any(isinstance(node, ast.Attribute) and node.attr in KNOWS_SHARDS for node in parents):
+            return None
         groups = any(isinstance(node, ast.Attribute) and node.attr == "param_groups" for node in parents)
         found: set[str | None] = set()
         for node in ast.walk(self.tree):

@@ -100,9 +100,8 @@ def test_training_step_that_raises(options: dict[str, Any]) -> None:
 
 
 def test_training_step_that_raises_where_a_plan_is_insisted_on() -> None:
-    first, second = on_ranks(fit_error, {"memory_limit": "1GiB"}, Raising())
-    assert first == ("MyError", first[1]) and "from the user's code" in first[1]
-    assert second[0] == RemotePlanningError.__name__ and "MyError: from the user's code" in second[1]
+    for name, message in on_ranks(fit_error, {"memory_limit": "1GiB"}, Raising()):
+        assert name == "MyError" and "from the user's code" in message
 
 
 def fit_uncaptured(rank: int) -> None:

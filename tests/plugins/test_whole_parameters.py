@@ -124,7 +124,7 @@ def hold_generator_in_use(module: Net) -> Any:
 
 
 HOLDERS: dict[str, tuple[Callable[[Net], Any], str]] = {
-    "optimizer": (hold_optimizer, "optimizer SGD, which configure_optimizers does not return, holds parameter 'net."),
+    "optimizer": (hold_optimizer, "attribute 'own' of Net holds parameter 'net."),
     "list": (hold_list, "attribute 'l2' of Net holds parameter 'net."),
     "nested": (hold_nested, "attribute 'groups' of Net holds parameter 'net.0.weight'"),
     "attribute": (hold_attribute, "attribute 'first_weight' of Sequential ('net') holds parameter 'net.0.weight'"),

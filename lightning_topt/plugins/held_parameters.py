@@ -52,7 +52,7 @@ CONTAINERS = (
 )
 FEW = 32  # up to so many objects `gc.get_referrers` is faster than looking at every object's referents
 CHUNK = 4096
-MAX_LEVELS = 6
+MAX_LEVELS = 10
 
 
 def is_library(module_name: str | None) -> bool:

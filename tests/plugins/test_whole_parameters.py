@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -215,22 +213,24 @@ def test_reference_counts_and_the_search_agree(monkeypatch: pytest.MonkeyPatch) 
     del loss, module.net_loss
 
 
-def test_time_on_a_large_heap() -> None:
-    """A million objects more cost nothing where nobody holds parameters (measured: 1 ms), and well under 30 s elsewhere."""
-    module = nn.ModuleList(nn.Linear(2, 2) for _ in range(200))
-    heap = [{"a": number, "b": (number, str(number)), "c": [number]} for number in range(330_000)]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    searches: list[int] = []
+def test_the_heap_is_searched_only_where_somebody_holds_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search takes a third of a second for a million objects (measured); ordinary programs are to start at once."""
+    searched: list[int] = []
     original = held_parameters._referrers
-    try:
-        held_parameters._referrers = lambda objects: searches.append(len(objects)) or original(objects)  # type: ignore[assignment,func-returns-value]
-        start = time.process_time()
-        assert why_held(module, optimizers=[optimizer]) is None
-        assert sum(searches) == 0, "searched the heap"
-        assert time.process_time() - start < 1
-    finally:
-        held_parameters._referrers = original
-    assert sys.getsizeof(heap)
+
+    def counted(objects: Any) -> list[Any]:
+        searched.append(len(objects))
+        return original(objects)
+
+    monkeypatch.setattr(held_parameters, "_referrers", counted)
+    module = nn.ModuleList(nn.Linear(2, 2) for _ in range(40))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    assert why_held(module, optimizers=[optimizer]) is None
+    assert sum(searched) == 0
+    holder = [module[39].bias, module]
+    assert why_held(module, optimizers=[optimizer]) is None  # a variable of this function
+    assert searched == [0, 0, 1, 0]
+    assert holder
 
 
 # ---- hooks ------------------------------------------------------------------------------------------------------------

@@ -95,10 +95,10 @@ class Fsdp:
 
     def gather_forward(self, block):
         self.memory.alloc(("flat", block), self.flat(block))
-        if self.last_flat is not None:
-            self.memory.free(("flat", self.last_flat))
-        self.last_flat = block
         self.memory.alloc(("whole", block), self.whole(block))
+        if self.last_flat is not None:
+            self.memory.free(("flat", self.last_flat))  # a local variable of `wait_for_unshard` holds it until here
+        self.last_flat = block
 
     def prefetch(self, block):
         if self.stages[block] == 3 and ("flat", block) not in self.memory.live:
@@ -124,7 +124,7 @@ class Fsdp:
         self.reducing = block
         self.memory.free(*(("gradient", p.name) for p in trainable))
         self.memory.alloc("gradient shards", sum(shard_bytes(p, self.size) for p in trainable))
-        self.memory.spike(flat if self.backend == "gloo" else 0)
+        self.memory.spike(3 * flat if self.backend == "gloo" else 0)
 
     def run(self):
         memory, graph = self.memory, self.graph
@@ -197,7 +197,10 @@ def test_sharded_peak_is_that_of_a_simulated_step(seed):
     backend, profile = rng.choice(["nccl", "gloo"]), profile_of(graph)
     configs = random_plan(graph, profile, "sharded", world_size, rng)
     simulated = Fsdp(graph, profile, configs, world_size, backend).run()
-    assert explained(graph, profile, configs, world_size, backend).peak_bytes == pytest.approx(simulated, abs=1e-6)
+    result = explained(graph, profile, configs, world_size, backend)
+    reserve = result.peak_parts.get("reserve", 0.0)
+    assert (reserve > 0) == (backend == "gloo")
+    assert result.peak_bytes - reserve == pytest.approx(simulated, abs=1e-6)
 
 
 def test_hand_made_numbers():

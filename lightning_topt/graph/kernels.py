@@ -153,9 +153,9 @@ def _workspace(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out
         return sum(map(_blocked, [t for t in given if t.ndim > 1] + copied))
     if name in ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"):
         x, w_input, w_hidden = args[:3]
-        copies = 4 * (w_input.numel() + w_hidden.numel())
-        rest = 4 * math.prod(x.shape[:2]) * (5 * w_hidden.shape[1] + 2 * x.shape[2])  # what only backward touches
-        return copies + rest if name.endswith("backward") else copies
+        copies = 4.0 * (w_input.numel() + w_hidden.numel())
+        rest = 4.0 * math.prod(x.shape[:2]) * (5 * w_hidden.shape[1] + 2 * x.shape[2])  # what only backward touches
+        return float(copies + rest if name.endswith("backward") else copies)
     return 0.0
 
 

@@ -1,10 +1,11 @@
-"""Predicted and measured step time and memory of model families that nothing was fitted to.
+"""Predicted and measured step time and memory of twelve model families that no other benchmark uses.
 
     python -m benchmarks.strangers                  # 12 families, 7 plans each; about 15 minutes on a quiet machine
     python -m benchmarks.strangers --only vit --only llama
     python -m benchmarks.strangers --quick          # three steps of each plan: memory is as good, times are not
     python -m benchmarks.strangers --fresh          # forget what an interrupted run has measured
 
+Two constants of the cost model were read from these families: the reserve of sharded plans and the LSTM's workspace.
 Two gloo ranks with one thread each, fresh processes for each plan. "limit kept": the smallest `memory_limit` under which
 the plan would have been chosen is its prediction with the default margin; measured bytes must not exceed it.
 """
@@ -104,7 +105,7 @@ def spearman(one: list[float], other: list[float]) -> float:
 
 def write(rows: list[dict[str, Any]], path: Path, *, steps: int) -> None:
     """The report."""
-    text = ["# Predictions on families that nothing was fitted to", "", machine(), ""]
+    text = ["# Predictions on twelve other model families", "", machine(), ""]
     text += [f"- 2 gloo ranks, one thread each; median of {steps} steps", "", *summary(rows), ""]
     text += ["| family | plan | predicted s | measured s | error | predicted MiB | measured MiB | error | limit kept |"]
     text += ["|---|---|---|---|---|---|---|---|---|", *map(line, rows)]

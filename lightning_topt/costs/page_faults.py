@@ -2,7 +2,7 @@
 
     equation                                       function              source
     t = f * bytes                                  StepTime.taken        f measured (`measure_page_faults`)
-    kernels: new tensors of 64 KiB and more        kernels_bytes         captured graph, `Kernel.allocated`
+    kernels: new tensors and work buffers          kernels_bytes         captured graph, `Kernel.allocated`
     gather: flat buffer and whole parameters       gathered_bytes        torch 2.13 `_fsdp_collectives.py`
     reduce: flat buffer, its pieces, the shards    reduced_bytes         same, and `communication.collectives`
 
@@ -53,7 +53,7 @@ def _map() -> mmap.mmap:
 
 
 def kernels_bytes(kernels: Iterable[Kernel], *, batch_size: float) -> float:
-    """Bytes of new tensors that calls of `kernels` take anew."""
+    """Bytes that calls of `kernels` take anew."""
     sizes = ((kernel.count, kernel.allocated.at(batch_size)) for kernel in kernels)
     return sum(count * size for count, size in sizes if size >= SMALLEST_BYTES)
 

@@ -34,7 +34,7 @@ from lightning_topt.costs.compute import KernelKey, estimate_kernels_seconds
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange import ExchangeModel
 from lightning_topt.costs.optimizer import OptimizerProfile
-from lightning_topt.costs.page_faults import gathered_bytes, kernels_bytes, reduced_bytes
+from lightning_topt.costs.page_faults import SMALLEST_BYTES, gathered_bytes, kernels_bytes, reduced_bytes
 from lightning_topt.costs.segments import Segments, locate
 from lightning_topt.costs.sizes import ROOT, gloo_workspace, gradient_bytes, padded_bytes, parameter_bytes, shard_share
 from lightning_topt.graph.op_config import OpConfig
@@ -172,6 +172,7 @@ def estimate_block_time(step: StepTime, *, block: str, config: OpConfig) -> Bloc
         gathers, reduce, copy = _sharded_seconds(step, parameters, stage)
         on_device = 0.0
         update = sum(step.update_seconds(p, share=shard_share(p, step.world_size)) for p in parameters)
+    update += _temporaries_seconds(step, parameters, stage)
     on_device += step.copy_seconds(sum(map(gradient_bytes, parameters)))  # into DDP's bucket, or the flat buffer
     # Nothing runs beside the root's gather, which comes first.
     beside = (0.0 if block == ROOT else step.overlap), step.overlap
@@ -243,6 +244,18 @@ def _sharded_seconds(
     taken = reduced_bytes(flat=reduced, shards=reduced / step.world_size, workspace=pieces)
     out = step.copy_seconds(flat) + step.taken_seconds(gathered_bytes(flat=flat, whole=whole))
     return (gather, gather if stage == 3 else 0.0), reduce + step.taken_seconds(taken), out
+
+
+def _temporaries_seconds(step: StepTime, parameters: list[Parameter], stage: int) -> float:
+    """Seconds to take the optimizer's temporaries anew; of a block of stage 1, an even share of them."""
+    updates = [(step.optimizer.updates.get(p.name), p) for p in parameters]
+    whole = 1.0 if stage == 0 else 1 / step.world_size
+    sizes = [
+        update.temporary_bytes * (whole if stage < 2 else shard_share(p, step.world_size))
+        for update, p in updates
+        if update is not None
+    ]
+    return step.taken_seconds(sum(size for size in sizes if size >= SMALLEST_BYTES))
 
 
 def _broadcast_seconds(step: StepTime, parameters: list[Parameter]) -> float:

@@ -82,7 +82,7 @@ def _kernels(first: Sequence[Measured], second: Sequence[Measured], sizes: Sizes
     for a, b in zip(first, second, strict=True):
         flops, size = Amount.fit(sizes, (a.flops, b.flops)), Amount.fit(sizes, (a.bytes, b.bytes))
         key = json.dumps([a.name, a.arguments, flops.per_sample, size.per_sample])
-        allocated = Amount.fit(sizes, (a.allocated, b.allocated))
+        allocated = Amount.fit(sizes, (a.allocated + a.workspace, b.allocated + b.workspace))
         groups.setdefault(key, []).append(Kernel(a.name, a.arguments, flops, size, allocated=allocated))
     return tuple(replace(kernel, count=len(calls)) for calls in groups.values() for kernel in calls[:1])
 

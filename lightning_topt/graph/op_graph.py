@@ -53,7 +53,8 @@ class Kernel:
     """Identical low-level operator calls: `count` calls of `name` with `arguments`.
 
     `arguments` is a JSON value from which the call can be made again on a device (see `kernels.encode_arguments`).
-    `flops`, `bytes` (read and written) and `allocated` (bytes of new tensors) are those of one call.
+    `flops`, `bytes` (read and written) and `allocated` (bytes of new tensors, and of what
+    it takes inside) are those of one call.
     """
 
     name: str

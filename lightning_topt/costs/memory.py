@@ -40,9 +40,9 @@ from lightning_topt.graph.op_graph import OpGraph, Segment
 
 FAMILIES = ("replicated", "sharded")
 
-# What sharded plans took on gloo above everything listed here, on ranks of 8 model families: 0 to 8 MiB, mostly 2 to 5
+# What sharded plans took on gloo above everything listed here, on ranks of 12 model families: up to 14 MiB, mostly 2 to 6
 # (benchmarks/strangers.py): work objects, small blocks between large ones. A reserve, not a model.
-_SHARDED_RESERVE_BYTES = 4 << 20
+_SHARDED_RESERVE_BYTES = 8 << 20
 
 Moment = tuple[str, int]  # what happens, in which segment
 STEP: Moment = ("step", 0)

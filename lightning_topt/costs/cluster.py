@@ -44,7 +44,8 @@ class Device:
     `flops` is the achieved FLOP/s of matrix products by dtype (``"float32"``); a dtype that is not listed runs at the
     rate of ``"float32"``. `memory_bandwidth` is in bytes/s, `op_overhead_seconds` what one kernel costs at least,
     `process_bytes` is what a training rank keeps beside tensors (on CPUs: objects, buffers of libraries), `price_per_hour`
-    in any currency.
+    in any currency. `page_fault_seconds_per_byte` is what a byte costs that is taken anew from the operating system, which
+    plans under a memory limit do for every tensor on CPUs (`execution.allocator`).
     """
 
     name: str
@@ -54,6 +55,7 @@ class Device:
     op_overhead_seconds: float = 0.0
     price_per_hour: float | None = None
     process_bytes: int = 0
+    page_fault_seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -236,6 +238,7 @@ def _device(data: Any, *, name: str) -> Device:
         memory_bandwidth=entries.take("memory_bandwidth", parse_bandwidth),
         op_overhead_seconds=entries.take("op_overhead_seconds", parse_seconds, 0.0),
         process_bytes=entries.take("process_bytes", parse_bytes, 0),
+        page_fault_seconds_per_byte=entries.take("page_fault_seconds_per_byte", number, 0.0),
         price_per_hour=entries.take("price_per_hour", number, None),
     )
     entries.finish()

@@ -72,6 +72,8 @@ class StepModel:
         family: ``"replicated"`` or ``"sharded"``.
         kernel_seconds: measured seconds of kernels at ``graph.batch_size`` (`measure_kernels`); they beat the formulas.
         exchange: how whole gradients are exchanged (one of `legal_exchanges`); None: by an all-reduce.
+        returns_memory: the run gives freed memory back at once, as under a memory limit on CPUs (`execution.allocator`), and
+            pays `Device.page_fault_seconds_per_byte` for what it takes anew.
 
     Raises ValueError for more ranks than the cluster has devices, a family that does not exist or that the optimizer
     forbids, a batch smaller than one sample, and an exchange that these ranks or the sharded family cannot have.
@@ -85,6 +87,7 @@ class StepModel:
     family: str = "replicated"
     kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
     exchange: ExchangeOptions | None = None
+    returns_memory: bool = False
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.data_parallel_size)
@@ -118,7 +121,7 @@ class StepModel:
         """Its seconds."""
         ranks, kernels = self.data_parallel_size, self.kernel_seconds
         common = self.graph, self.cluster, self.optimizer, self.family, self.batch_size, ranks
-        return StepTime(*common, kernels, self._exchange)
+        return StepTime(*common, kernels, self._exchange, self.returns_memory)
 
     @cached_property
     def memory(self) -> StepMemory:

@@ -23,15 +23,26 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_topt.communication.collectives import CHUNK_ELEMENTS
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange import ExchangeModel
 from lightning_topt.costs.optimizer import OptimizerProfile
-from lightning_topt.costs.segments import Segments, locate
-from lightning_topt.costs.sizes import ROOT, gradient_bytes, padded_bytes, parameter_bytes, shard_bytes, shard_share
+from lightning_topt.costs.segments import Segments, blocks_reduced_last, locate
+from lightning_topt.costs.sizes import (
+    ROOT,
+    gloo_workspace,
+    gradient_bytes,
+    padded_bytes,
+    parameter_bytes,
+    shard_bytes,
+    shard_share,
+)
 from lightning_topt.graph.op_graph import OpGraph, Segment
 
 FAMILIES = ("replicated", "sharded")
+
+# What sharded plans took on gloo above everything listed here, on ranks of 12 model families: up to 14 MiB, mostly 2 to 6
+# (benchmarks/strangers.py): work objects, small blocks between large ones. A reserve, not a model.
+_SHARDED_RESERVE_BYTES = 8 << 20
 
 Moment = tuple[str, int]  # what happens, in which segment
 STEP: Moment = ("step", 0)
@@ -70,6 +81,11 @@ class StepMemory:
         return locate(self.graph)
 
     @cached_property
+    def reduced_last(self) -> frozenset[str]:
+        """Sharded blocks that FSDP2 reduces when all backwards are over, beside the root."""
+        return blocks_reduced_last(self.graph) - {ROOT}
+
+    @cached_property
     def moments(self) -> tuple[Moment, ...]:
         """The moments of a step in the order of time."""
         forward, backward = range(self.segments.count), range(self.segments.count - 1, -1, -1)
@@ -97,9 +113,8 @@ class StepMemory:
         return self.moments[self.position[moment] + 1]
 
     def reduce_workspace(self, flat: float) -> float:
-        """Bytes that a reduce_scatter of a buffer of `flat` bytes takes inside: on gloo, ours receives it in pieces."""
-        piece = self.world_size * CHUNK_ELEMENTS * 4
-        return min(flat, piece) if self.backend == "gloo" else 0.0
+        """Bytes that a reduce_scatter of a buffer of `flat` bytes takes inside; on NCCL, which is not torch's, 0."""
+        return gloo_workspace(flat, world_size=self.world_size) if self.backend == "gloo" else 0.0
 
     def add_up(self, lifetimes: Iterable[Lifetime]) -> Array:
         """Live bytes at each moment (moment,)."""
@@ -130,6 +145,11 @@ def fixed_lifetimes(step: StepMemory) -> list[Lifetime]:
     size = step.graph.buffer_bytes + step.graph.input_bytes.at(step.batch_size)
     lifetimes = [Lifetime("buffers and batch", size, step.moments[0], STEP), *update_lifetimes(step)]
     lifetimes.append(Lifetime("process", step.process_bytes, step.moments[0], STEP))
+    if step.family == "sharded" and step.backend == "gloo":
+        lifetimes.append(Lifetime("reserve", _SHARDED_RESERVE_BYTES, step.moments[0], STEP))
+    if step.family == "sharded":
+        workspace = max((_last_workspace(step, block) for block in step.reduced_last), default=0.0)  # one after another
+        lifetimes.append(Lifetime("gradients", workspace, REDUCE_ROOT, REDUCE_ROOT))
     if step.family == "replicated":
         lifetimes += loose_gradient_lifetimes(step)
     return lifetimes
@@ -243,10 +263,13 @@ def gradient_lifetimes(step: StepMemory, *, block: str) -> Iterator[Lifetime]:
         yield Lifetime("gradients", gradient_bytes(parameter), ("backward", last), step.before(reduce))
         if first < last:  # the second part, before it is added
             yield Lifetime("gradients", gradient_bytes(parameter), ("backward", first), ("backward", first))
-    whole, flat = sum(map(gradient_bytes, trainable)), sum(padded_bytes(p, step.world_size) for p in trainable)
+    whole, flat = sum(map(gradient_bytes, trainable)), _flat_bytes(step, block)
+    if block in step.reduced_last:
+        yield Lifetime("gradients", whole, reduce, reduce)
+        return
     shards = sum(shard_bytes(p, step.world_size) for p in trainable)
     yield Lifetime("gradients", max(whole, shards + step.reduce_workspace(flat)), reduce, reduce)
-    order = [*reversed(_gather_order(step)[1:]), ROOT]
+    order = [*(name for name in reversed(_gather_order(step)[1:]) if name not in step.reduced_last), ROOT]
     following = order[order.index(block) + 1 :] if block in order else []
     yield Lifetime("gradients", flat, reduce, step.before(_reduce(step, following[0]) if following else STEP))
 
@@ -256,7 +279,7 @@ def gathered_lifetimes(step: StepMemory, *, block: str, stage: int) -> Iterator[
 
     Stage 3 holds them during the block's forward and backward, stage 2 from its forward to its backward, the root
     (which encloses all other blocks) until all backwards are over. In forward a flat buffer lives until the next block
-    has gathered. In backward FSDP2 gathers a stage-3 block while the one after it computes.
+    has copied its parameters out of its own. In backward FSDP2 gathers a stage-3 block while the one after it computes.
     """
     order, parameters = _gather_order(step), step.graph.block_parameters(block)
     if not parameters or not step.segments.count:
@@ -271,11 +294,12 @@ def gathered_lifetimes(step: StepMemory, *, block: str, stage: int) -> Iterator[
         if stage == 3:  # released at the end of forward and gathered again at once
             yield Lifetime("gathered parameters", flat, ("gather_backward", last), ("gather_backward", last))
         return
+    released = REDUCE_ROOT if block in step.reduced_last else ("backward", first)
     if stage == 2:
-        yield Lifetime("gathered parameters", whole, ("forward", first), ("backward", first))
+        yield Lifetime("gathered parameters", whole, ("gather_forward", first), released)
         return
-    yield Lifetime("gathered parameters", whole, ("forward", first), ("forward", last))
-    yield Lifetime("gathered parameters", whole, ("gather_backward", last), ("backward", first))
+    yield Lifetime("gathered parameters", whole, ("gather_forward", first), ("forward", last))
+    yield Lifetime("gathered parameters", whole, ("gather_backward", last), released)
     # The block after this one in forward order asks for it, for the last block the root at the start of backward.
     asked = step.segments.of_block[following[0]][1] if following else step.segments.count - 1
     if asked > last:
@@ -293,7 +317,21 @@ def _gather_order(step: StepMemory) -> list[str]:
 
 def _reduce(step: StepMemory, block: str) -> Moment:
     """The moment in which the gradients of `block` are reduced."""
+    if block in step.reduced_last:
+        return REDUCE_ROOT
     return REDUCE_ROOT if block not in _gather_order(step)[1:] else ("reduce", step.segments.of_block[block][0])
+
+
+def _flat_bytes(step: StepMemory, block: str) -> float:
+    return sum(padded_bytes(p, step.world_size) for p in step.graph.block_parameters(block) if p.trainable)
+
+
+def _last_workspace(step: StepMemory, block: str) -> float:
+    """Bytes that reducing a block of `reduced_last` takes, less its whole parameters and gradients, which go first."""
+    parameters = step.graph.block_parameters(block)
+    flat = _flat_bytes(step, block)
+    released = sum(parameter_bytes(p) + gradient_bytes(p) for p in parameters)
+    return max(flat + flat / step.world_size + step.reduce_workspace(flat) - released, 0.0)
 
 
 def _last_forward(step: StepMemory) -> Moment:

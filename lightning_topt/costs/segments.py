@@ -49,6 +49,29 @@ def locate(graph: OpGraph) -> Segments:
     return Segments(len(graph.timeline), of_op, of_parameter, of_block)
 
 
+def blocks_reduced_last(graph: OpGraph) -> frozenset[str]:
+    """Blocks whose inputs need no gradient, such as embeddings of the batch.
+
+    FSDP2 learns from the gradient of an input that a block's backward is over; without one, the block keeps its whole
+    parameters and gradients until the end of the backward pass. A graph without edges names none.
+    """
+    trainable = {name for p in graph.parameters if p.trainable for name in (p.name, *p.aliases)}
+    block_of = {op.name: op.block for op in graph.ops}
+    needs_gradient = {op.name for op in graph.ops if trainable.intersection(op.parameters)}
+    sources: dict[str, list[str]] = {}
+    for edge in graph.edges:
+        if edge.tensor.dtype.startswith(("float", "bfloat", "complex")):
+            sources.setdefault(edge.target, []).append(edge.source)
+    reached: set[str] = set()
+    for op in graph.ops:  # in execution order
+        for source in sources.get(op.name, ()):
+            if source in needs_gradient:
+                needs_gradient.add(op.name)
+                if block_of[source] != op.block:
+                    reached.add(op.block)
+    return frozenset(set(block_of.values()) - reached) if graph.edges else frozenset()
+
+
 def _advance(graph: OpGraph, position: int, block: str) -> int:
     """The nearest segment of `block` at or after `position`, else the nearest one before it."""
     nearest = [*range(position, len(graph.timeline)), *reversed(range(position))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from lightning_topt.communication.collectives import CHUNK_ELEMENTS
 from lightning_topt.graph.op_graph import Parameter
 
 ROOT = ""  # the block of everything outside the named blocks
@@ -38,3 +39,11 @@ def shard_bytes(parameter: Parameter, world_size: int) -> float:
 def padded_bytes(parameter: Parameter, world_size: int) -> float:
     """Bytes of all padded shards together, as in the flat buffers of all_gather and reduce_scatter."""
     return shard_bytes(parameter, world_size) * world_size
+
+
+def gloo_workspace(flat: float, *, world_size: int) -> float:
+    """Bytes that our reduce-scatter of `flat` bytes takes inside on gloo.
+
+    It receives in pieces, and gloo's all_to_all flattens what goes out and what comes in: three pieces are alive.
+    """
+    return 3 * min(flat, world_size * CHUNK_ELEMENTS * 4)

@@ -34,8 +34,9 @@ from lightning_topt.costs.compute import KernelKey, estimate_kernels_seconds
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange import ExchangeModel
 from lightning_topt.costs.optimizer import OptimizerProfile
+from lightning_topt.costs.page_faults import SMALLEST_BYTES, gathered_bytes, kernels_bytes, reduced_bytes
 from lightning_topt.costs.segments import Segments, locate
-from lightning_topt.costs.sizes import ROOT, gradient_bytes, padded_bytes, parameter_bytes, shard_share
+from lightning_topt.costs.sizes import ROOT, gloo_workspace, gradient_bytes, padded_bytes, parameter_bytes, shard_share
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import OpGraph, Parameter
 
@@ -68,7 +69,8 @@ class BlockTime:
 class StepTime:
     """What the seconds of every block depend on. `kernel_seconds` are measurements at ``graph.batch_size``.
 
-    `exchange` is that of gradients in the replicated family; None: an all-reduce.
+    `exchange` is that of gradients in the replicated family; None: an all-reduce. `returns_memory`: freed memory goes back to
+    the operating system and is taken anew (`page_faults`).
     """
 
     graph: OpGraph
@@ -79,6 +81,7 @@ class StepTime:
     world_size: int
     kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
     exchange: ExchangeModel | None = None
+    returns_memory: bool = False
 
     @cached_property
     def segments(self) -> Segments:
@@ -98,7 +101,13 @@ class StepTime:
                     measured=self.kernel_seconds,
                     measured_batch_size=self.graph.batch_size,
                 )
+                taken = kernels_bytes(kernels, batch_size=self.batch_size)
+                times[op.block][index, self.segments.of_op[op.name]] += self.taken_seconds(taken)
         return times
+
+    def taken_seconds(self, size: float) -> float:
+        """Seconds to take `size` bytes anew from the operating system; 0 where freed memory is kept."""
+        return size * self.cluster.device.page_fault_seconds_per_byte if self.returns_memory else 0.0
 
     @property
     def overlap(self) -> float:
@@ -163,6 +172,7 @@ def estimate_block_time(step: StepTime, *, block: str, config: OpConfig) -> Bloc
         gathers, reduce, copy = _sharded_seconds(step, parameters, stage)
         on_device = 0.0
         update = sum(step.update_seconds(p, share=shard_share(p, step.world_size)) for p in parameters)
+    update += _temporaries_seconds(step, parameters, stage)
     on_device += step.copy_seconds(sum(map(gradient_bytes, parameters)))  # into DDP's bucket, or the flat buffer
     # Nothing runs beside the root's gather, which comes first.
     beside = (0.0 if block == ROOT else step.overlap), step.overlap
@@ -227,10 +237,25 @@ def _sharded_seconds(
     """((all_gather in forward, in backward), reduce_scatter, copy out of a flat buffer)."""
     flat = sum(padded_bytes(p, step.world_size) for p in parameters)
     gather = step.collective_seconds("all_gather", flat)
-    reduce = step.collective_seconds(
-        "reduce_scatter", sum(padded_bytes(p, step.world_size) for p in parameters if p.trainable)
-    )
-    return (gather, gather if stage == 3 else 0.0), reduce, step.copy_seconds(flat)
+    trainable = [p for p in parameters if p.trainable]
+    reduce = step.collective_seconds("reduce_scatter", sum(padded_bytes(p, step.world_size) for p in trainable))
+    whole, reduced = sum(map(parameter_bytes, parameters)), sum(padded_bytes(p, step.world_size) for p in trainable)
+    pieces = gloo_workspace(reduced, world_size=step.world_size) if step.cluster.backend == "gloo" else 0.0
+    taken = reduced_bytes(flat=reduced, shards=reduced / step.world_size, workspace=pieces)
+    out = step.copy_seconds(flat) + step.taken_seconds(gathered_bytes(flat=flat, whole=whole))
+    return (gather, gather if stage == 3 else 0.0), reduce + step.taken_seconds(taken), out
+
+
+def _temporaries_seconds(step: StepTime, parameters: list[Parameter], stage: int) -> float:
+    """Seconds to take the optimizer's temporaries anew; of a block of stage 1, an even share of them."""
+    updates = [(step.optimizer.updates.get(p.name), p) for p in parameters]
+    whole = 1.0 if stage == 0 else 1 / step.world_size
+    sizes = [
+        update.temporary_bytes * (whole if stage < 2 else shard_share(p, step.world_size))
+        for update, p in updates
+        if update is not None
+    ]
+    return step.taken_seconds(sum(size for size in sizes if size >= SMALLEST_BYTES))
 
 
 def _broadcast_seconds(step: StepTime, parameters: list[Parameter]) -> float:

@@ -4,6 +4,9 @@ glibc keeps freed blocks of up to 32 MiB for reuse and cannot join what lies apa
 many sizes all the time: without `return_freed_memory` a GPT of 50 M parameters under ZeRO-3 on two ranks kept 1.39 GB
 resident where its live tensors need 0.87 GB, and ZeRO-3 held more than plain DDP. Returning memory costs page faults when it
 is taken again, so it is switched on only where a memory limit is to be kept.
+
+Which blocks go back decides how much stays: of a ResNet of 11 M parameters under ZeRO-3, whose live tensors need about
+150 MiB, 305 MiB stayed with glibc's own rule, 170 with blocks of 1 MiB and more, 155 with 256 KiB, 152 with 64 KiB.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 from torch import nn
 
 _M_MMAP_THRESHOLD = -3  # mallopt(3)
-_THRESHOLD_BYTES = 1 << 20
+_THRESHOLD_BYTES = 1 << 16
 
 
 def _libc() -> ctypes.CDLL | None:
@@ -24,7 +27,7 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def return_freed_memory(device: torch.device) -> bool:
-    """On a CPU rank, make every freed block of a MiB and more go back to the system at once, for the rest of the process.
+    """On a CPU rank, make every freed block of 64 KiB and more go back to the system at once, for the rest of the process.
 
     Returns whether that is so: False on CUDA, where torch's own allocator rules, and on a C library other than glibc.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -85,12 +86,9 @@ def _kernels(first: Sequence[Measured], second: Sequence[Measured], sizes: Sizes
     for a, b in zip(first, second, strict=True):
         flops, size = Amount.fit(sizes, (a.flops, b.flops)), Amount.fit(sizes, (a.bytes, b.bytes))
         key = json.dumps([a.name, a.arguments, flops.per_sample, size.per_sample])
-        groups.setdefault(key, []).append(Kernel(a.name, a.arguments, flops, size))
-    return tuple(
-        Kernel(kernel.name, kernel.arguments, kernel.flops, kernel.bytes, count=len(calls))
-        for calls in groups.values()
-        for kernel in calls[:1]
-    )
+        allocated = Amount.fit(sizes, (a.allocated + a.workspace, b.allocated + b.workspace))
+        groups.setdefault(key, []).append(Kernel(a.name, a.arguments, flops, size, allocated=allocated))
+    return tuple(replace(kernel, count=len(calls)) for calls in groups.values() for kernel in calls[:1])
 
 
 def _tensor(first: Shape, second: Shape) -> TensorSpec:

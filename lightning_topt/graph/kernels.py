@@ -3,6 +3,9 @@
 quantity    rule                                                                         source
 flops       2 per multiply-add of matrix products, convolutions, attention; otherwise 0  torch.utils.flop_counter
 bytes       every tensor read and every tensor written, once                             roofline convention
+allocated   the storages of the results that are not those of arguments                  torch's allocators
+workspace   convolutions on CPU copy their arguments into oneDNN's blocked layouts       measured: at most that much
+saved       oneDNN's LSTM keeps a workspace for backward, of no size in shapes           measured, see `hidden_bytes`
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ UNREAD = {
     *("aten::ones_like", "aten::zeros_like", "aten::full_like", "aten::rand_like", "aten::randn_like"),
     *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
 }
+# oneDNN's convolutions, which hold copies of their arguments while they run.
+REORDERED = {"aten::convolution", "aten::convolution_backward"}
+_CHANNEL_BLOCK = 16  # floats of a 512-bit register
 # Allocate and touch nothing.
 ALLOCATIONS = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
@@ -50,6 +56,8 @@ class Measured:
     arguments: Any
     flops: float
     bytes: float
+    allocated: float = 0.0
+    workspace: float = 0.0
 
 
 @functools.cache
@@ -110,7 +118,44 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     """FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`."""
     formula = FLOPS.get(func._overloadpacket)
     flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
-    return Measured(str(func), encode_arguments(args, kwargs), flops, float(_bytes(func, args, kwargs, out)))
+    given: list[Tensor] = []
+    freeze((args, tuple(kwargs.values())), given)
+    size, allocated = float(_bytes(func, given[:], out)), float(_allocated(given, out))
+    workspace = float(_workspace(func, args, given, out)) if _on_cpu(given) else 0.0
+    return Measured(str(func), encode_arguments(args, kwargs), flops, size, allocated, workspace)
+
+
+def hidden_bytes(func: OpOverload, args: tuple[Any, ...]) -> float:
+    """Bytes that the call's last result has on a device and does not have in shapes: the workspace of oneDNN's LSTM.
+
+    8 floats per step, sample and hidden unit stay resident after forward (320 units, 800 steps of samples).
+    """
+    if func._schema.name != "aten::mkldnn_rnn_layer":
+        return 0.0
+    x, w_hidden = args[0], args[2]  # (step, sample, input), (4 * unit, unit)
+    return float(32 * math.prod(x.shape[:2]) * w_hidden.shape[1])
+
+
+def _workspace(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: Any) -> float:
+    name = func._schema.name
+    if name in REORDERED:
+        is_backward = name.endswith("backward")
+        transposed, results = args[7 if is_backward else 6], [] if is_backward else list(_tensors(out))
+        # The result too where its channels do not fill the layout's blocks, and of a transposed convolution.
+        copied = [t for t in results if transposed or t.shape[1] % _CHANNEL_BLOCK]
+        return sum(map(_blocked, [t for t in given if t.ndim > 1] + copied))
+    if name in ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"):
+        x, w_input, w_hidden = args[:3]
+        copies = 4.0 * (w_input.numel() + w_hidden.numel())
+        rest = 4.0 * math.prod(x.shape[:2]) * (5 * w_hidden.shape[1] + 2 * x.shape[2])  # what only backward touches
+        return float(copies + rest if name.endswith("backward") else copies)
+    return 0.0
+
+
+def _blocked(tensor: Tensor) -> int:
+    """Bytes of a copy of (sample, channel, ...) whose channels are padded to whole blocks."""
+    channels = max(tensor.shape[1], 1)
+    return _touched(tensor) // channels * -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
 
 
 def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
@@ -175,15 +220,27 @@ def _random_tensor(shape: list[int], stride: list[int], dtype: str, device: torc
     return flat.as_strided(shape, stride)
 
 
-def _bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    read: list[Tensor] = []
-    freeze((args, tuple(kwargs.values())), read)
+def _bytes(func: OpOverload, read: list[Tensor], out: Any) -> int:
     written = list(_tensors(out))
     if func._schema.name in LOOKUPS:
         read[:1] = written
     elif func._schema.name in UNREAD:
         del read[:1]
     return sum(_touched(tensor) for tensor in (*read, *written))
+
+
+def _allocated(given: list[Tensor], out: Any) -> int:
+    old = {tensor.untyped_storage()._cdata for tensor in given}
+    new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(out) if _is_strided(t)}
+    return sum(size for storage, size in new.items() if storage not in old)
+
+
+def _on_cpu(tensors: list[Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def _touched(tensor: Tensor) -> int:

@@ -53,7 +53,8 @@ class Kernel:
     """Identical low-level operator calls: `count` calls of `name` with `arguments`.
 
     `arguments` is a JSON value from which the call can be made again on a device (see `kernels.encode_arguments`).
-    `flops` and `bytes` (read and written) are those of one call.
+    `flops`, `bytes` (read and written) and `allocated` (bytes of new tensors, and of what
+    it takes inside) are those of one call.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Kernel:
     flops: Amount
     bytes: Amount
     count: int = 1
+    allocated: Amount = Amount()
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,8 @@ def _tensor(data: Mapping[str, Any]) -> TensorSpec:
 
 
 def _kernel(data: Mapping[str, Any]) -> Kernel:
-    return Kernel(**{**data, "flops": Amount(**data["flops"]), "bytes": Amount(**data["bytes"])})
+    amounts = {key: Amount(**data[key]) for key in ("flops", "bytes", "allocated") if key in data}
+    return Kernel(**{**data, **amounts})
 
 
 def _op(data: Mapping[str, Any]) -> Op:

@@ -15,7 +15,16 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.graph.collective_ops import is_collective, run_collective
-from lightning_topt.graph.kernels import ALLOCATIONS, QUERIES, Frozen, Measured, freeze, is_view, measure
+from lightning_topt.graph.kernels import (
+    ALLOCATIONS,
+    QUERIES,
+    Frozen,
+    Measured,
+    freeze,
+    hidden_bytes,
+    is_view,
+    measure,
+)
 from lightning_topt.graph.real import Backups
 from lightning_topt.graph.recording import OUTSIDE, Call, OpRecord, Recording, Shape, Storage
 from lightning_topt.graph.structures import tensors_in
@@ -230,9 +239,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         born = tick + 1 if is_sum and not args[0]._is_view() else tick
         for tensor in outputs:
             self._track(tensor, born, index, tuple(sources) if is_sum else ())
+        if hidden := hidden_bytes(func, args):
+            self._live[outputs[-1].untyped_storage()._cdata].bytes += int(hidden)
         if not self._is_backward and not op.outputs:
             op.outputs = [_shape(tensor) for tensor in outputs]
         record.kernel_ops.append(index)
+        record.workspaces.append(kernel.workspace)
 
     def _read(self, index: int, tensors: list[Tensor], sources: list[Storage]) -> None:
         op = self.recording.ops[index]

@@ -61,9 +61,10 @@ class Call:
 
 @dataclass(eq=False)
 class Recording:
-    """A whole step. `kernel_ops`: operator of each tick. `writes`: (tick, birth) of every tensor changed in place.
+    """A whole step.
 
-    `with_gradient`: names of the parameters that the backward pass gave a gradient.
+    By tick: `kernel_ops` the operator, `workspaces` bytes that its kernel takes inside. `writes`: (tick, birth) of every
+    tensor changed in place. `with_gradient`: names of the parameters that the backward pass gave a gradient.
     """
 
     ops: list[OpRecord] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Recording:
     storages: list[Storage] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     kernel_ops: list[int] = field(default_factory=list)
+    workspaces: list[float] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)
     backward_start: int = 0
     with_gradient: set[str] = field(default_factory=set)
@@ -78,14 +80,17 @@ class Recording:
 
     @cached_property
     def live_bytes(self) -> NDArray[np.int64]:
-        """Bytes live at each tick (ticks,), without what is older than the recording and parameter gradients."""
+        """Bytes live at each tick (ticks,), without what is older than the recording and parameter gradients.
+
+        Memory that a kernel takes inside counts at its tick.
+        """
         ticks = len(self.kernel_ops)
         change = np.zeros(ticks + 2, dtype=np.int64)
         for storage in self.storages:
             if not storage.is_gradient and storage.died > storage.born:
                 change[storage.born] += storage.bytes
                 change[int(min(storage.died, ticks + 1))] -= storage.bytes
-        live: NDArray[np.int64] = np.cumsum(change)[:ticks]
+        live: NDArray[np.int64] = np.cumsum(change)[:ticks] + np.array(self.workspaces, dtype=np.int64)
         return live
 
     def is_kept(self, storage: Storage) -> bool:

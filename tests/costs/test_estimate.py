@@ -16,6 +16,7 @@ from lightning_topt.costs.estimate import StepModel, estimate_costs, explain, le
 from lightning_topt.costs.owned import bound_owned_elements, busiest_load
 from lightning_topt.costs.step_time import StepTime, estimate_block_time, path_seconds
 from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import Amount
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 
 BATCH = 3
@@ -237,3 +238,29 @@ def test_owned_elements_are_bounded_for_every_set_of_blocks(seed):
             estimate = (bound.fixed + sum(bound.blocks[name] for name in chosen)).max()
             average = sum(p.numel for p in graph.parameters if p.trainable and p.block in chosen) / world_size
             assert exact - 1e-9 <= estimate <= average + largest + 1e-9
+
+
+@pytest.mark.parametrize("family", ["replicated", "sharded"])
+def test_returned_memory_costs_its_page_faults(family):
+    """What is allocated, the optimizer's temporaries and the buffers of sharded plans, at the price of the device."""
+    graph = random_graph(3)
+    large = replace(graph.parameters[0], shape=(512, 256), trainable=True)  # 512 KiB
+    allocated = Amount(1 << 17)
+    ops = tuple(replace(op, forward=tuple(replace(k, allocated=allocated) for k in op.forward)) for op in graph.ops)
+    graph = replace(graph, ops=ops, parameters=(large, *graph.parameters[1:]))
+    given = arguments(graph, 2, overlap=0.0, backend="gloo")
+    given["cluster"] = replace(
+        given["cluster"], device=replace(given["cluster"].device, page_fault_seconds_per_byte=1e-6)
+    )
+    kept = StepModel(graph, family=family, **given)
+    returned = replace(kept, returns_memory=True)
+    table = estimate_costs(returned)
+    names = [block.name for block in graph.blocks]
+    configs = {n: OpConfig.zero(0 if family == "replicated" else 2) for n in names}
+    activations = sum(k.count for op in ops for k in op.forward) * (1 << 17)
+    buffers = 0 if family == "replicated" else 5 * (1 << 19) + (1 << 18) + (1 << 19)
+    extra = explain(returned, configs).step_seconds - explain(kept, configs).step_seconds
+    temporaries = (1 << 19) if family == "replicated" else (1 << 18)
+    assert extra == pytest.approx(1e-6 * (activations + buffers + temporaries), rel=1e-2)
+    first = [operator.configs.index(configs[operator.name]) for operator in table.operators]
+    assert table.evaluate(first)[0] >= explain(returned, configs).step_seconds - 1e-9

@@ -1,8 +1,10 @@
 import pytest
+import torch
 
 from lightning_topt.costs.cluster import Cluster, CollectiveCurve, Device, Link
 from lightning_topt.costs.communication import estimate_collective_seconds
 from lightning_topt.costs.compute import estimate_kernel_seconds, estimate_kernels_seconds, kernel_dtype, kernel_key
+from lightning_topt.costs.page_faults import kernels_bytes, measure_page_faults
 from lightning_topt.graph.op_graph import Amount, Kernel
 
 NOTHING = Amount()
@@ -88,3 +90,14 @@ def test_a_measurement_scales_with_the_roofline():
 def test_kernels_add_up_with_their_counts():
     kernels = [kernel(flops=Amount(100, 0), count=3), kernel(traffic=Amount(10, 0))]
     assert estimate_kernels_seconds(kernels, batch_size=1, device=DEVICE) == 3 * 1.5 + 1.5
+
+
+def test_page_faults_cost_time_on_cpus_only():
+    assert 0 <= measure_page_faults(torch.device("cpu")) < 1e-5  # seconds per byte
+    assert measure_page_faults(torch.device("cuda", 0)) == 0.0
+
+
+def test_kernels_take_their_large_results_anew():
+    small, large = Amount(1000), Amount(0, 1 << 16)
+    kernels = [Kernel("a", {}, Amount(), Amount(), 5, small), Kernel("b", {}, Amount(), Amount(), 3, large)]
+    assert kernels_bytes(kernels, batch_size=2) == 3 * 2 * (1 << 16)

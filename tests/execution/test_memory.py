@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_topt.communication.collectives import reduce_scatter_into
+from lightning_topt.costs.memory import StepMemory
 from lightning_topt.execution import memory
+from lightning_topt.execution.allocator import return_freed_memory
 from lightning_topt.execution.memory import MemoryMeter, release_free_memory
+from tests.costs.graphs import profile_of, random_graph
+from tests.launch import run_ranks
 
 MIB = 2**20
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
@@ -97,3 +102,23 @@ def test_cuda_peak():
     block = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
     del block
     assert meter.peak_bytes() == 64 * MIB
+
+
+def reduce_peak(rank: int, size: int) -> int | None:
+    device = torch.device("cpu")
+    return_freed_memory(device)
+    whole, part = torch.ones(size // 4), torch.ones(size // 8)
+    meter = MemoryMeter(device)
+    reduce_scatter_into(part, whole)
+    meter.mark_base()
+    meter.reset_peak()
+    reduce_scatter_into(part, whole)
+    return meter.peak_bytes()
+
+
+@linux
+@pytest.mark.parametrize("size", [4 * MIB, 32 * MIB])
+def test_a_reduce_scatter_takes_what_the_cost_model_says(size):
+    model = StepMemory(random_graph(0), profile_of(random_graph(0)), "sharded", 1, 2, "gloo")
+    for peak in run_ranks(reduce_peak, 2, size):
+        assert peak == pytest.approx(model.reduce_workspace(size), rel=0.1)

@@ -96,3 +96,39 @@ def test_bytes() -> None:
     assert measure(embedding, (table, index), {}, embedding(table, index)).bytes == 3 * 8 + 2 * 3 * 8 * 4
     zero = torch.ops.aten.zero_.default
     assert measure(zero, (x,), {}, zero(x)).bytes == 4 * 24
+
+
+def test_allocated_bytes_are_those_of_new_storages() -> None:
+    x = torch.zeros(4, 8)
+    aten = torch.ops.aten
+    assert measure(aten.mul.Tensor, (x, 2.0), {}, x * 2).allocated == x.nbytes
+    assert measure(aten.mul_.Tensor, (x, 2.0), {}, x).allocated == 0
+    mean, std = torch.zeros(4), torch.zeros(4)
+    assert measure(aten.std_mean.correction, (x, [1]), {}, (std, mean)).allocated == 32
+
+
+def test_convolutions_on_cpu_hold_copies_of_their_arguments() -> None:
+    x, w = torch.zeros(2, 32, 8, 8), torch.zeros(64, 32, 3, 3)
+    options = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    y = torch.convolution(x, w, None, *options)
+    forward = measure(torch.ops.aten.convolution.default, (x, w, None, *options), {}, y)
+    assert forward.workspace == x.nbytes + w.nbytes
+    narrow = torch.zeros(2, 3, 8, 8)  # channels padded to 16
+    again = measure(torch.ops.aten.convolution.default, (x, w[:3], None, *options), {}, narrow)
+    assert again.workspace == x.nbytes + w[:3].nbytes + narrow.nbytes * 16 // 3
+    assert measure(torch.ops.aten.mm.default, (x[0, 0], x[0, 0]), {}, x[0, 0]).workspace == 0
+
+
+def test_the_workspace_of_an_lstm_is_kept_for_backward() -> None:
+    class Recurrent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = torch.nn.LSTM(16, 32, batch_first=True)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.lstm(batch)[0].mean()
+
+    graph = capture(Recurrent(), torch.zeros(4, 10, 16))
+    assert any("mkldnn_rnn" in kernel.name for op in graph.ops for kernel in op.forward)
+    kept = sum(segment.kept_bytes.at(4) for segment in graph.timeline)
+    assert kept > 32 * 4 * 10 * 32

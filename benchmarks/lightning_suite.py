@@ -7,8 +7,8 @@
 
 Every name of Lightning's registry that builds a `DDPStrategy` builds ours; with ``--one-device`` Trainers on one CPU build it
 too, where Lightning would take its `SingleDeviceStrategy`. Each file of tests runs in a process of its own; what fails runs
-again alone, and where it fails again, with ``ddp`` in the same places. Results are kept in ``--work``: the same command goes
-on where it was stopped. ``@FILE`` names a file with a list of tests. `results/lightning_suite.md` has the outcome.
+again without the others, and where it fails again, with ``ddp`` in the same places. Results are kept in ``--work``: the same
+command goes on where it was stopped. ``@FILE`` names a file with tests. `results/lightning_suite.md` has the outcome.
 """
 
 from __future__ import annotations
@@ -168,18 +168,18 @@ def _results(folder: Path, target: str) -> Path:
 
 
 def compare(options: argparse.Namespace) -> str:
-    """Run everything with ours, and what fails alone once more and with ``ddp``; the report in Markdown."""
+    """Run everything with ours, and what fails once more and with ``ddp``; the report in Markdown."""
     outcomes = run_all(options.chosen, strategy="topt", options=options, folder=options.work / "topt")
-    failed = {test: [test] for test, entry in outcomes.items() if not _fine(entry)}
-    alone = run_all(failed, strategy="topt", options=options, folder=options.work / "topt_alone")
-    still = {test: [test] for test in failed if not _fine(alone.get(test, NOT_RUN))}
-    ddp = run_all(still, strategy="ddp", options=options, folder=options.work / "ddp_alone")
+    failed = [test for test, entry in outcomes.items() if not _fine(entry)]
+    again = run_all(_by_file(failed), strategy="topt", options=options, folder=options.work / "topt_again")
+    still = [test for test in failed if not _fine(again.get(test, NOT_RUN))]
+    ddp = run_all(_by_file(still), strategy="ddp", options=options, folder=options.work / "ddp")
     ours = sorted(test for test in still if _fine(ddp.get(test, NOT_RUN)))
     counts = Counter(entry["outcome"] for test, entry in outcomes.items() if test not in failed)
-    counts["passed when run alone"] = len(failed) - len(still)
+    counts["passed when run again"] = len(failed) - len(still)
     counts["fails with ddp as well"] = len(still) - len(ours)
     counts["fails with ours alone"] = len(ours)
-    built = sum(entry.get("built", False) for entry in (outcomes | alone).values())
+    built = sum(entry.get("built", False) for entry in (outcomes | again).values())
     lines = [
         machine(),
         "",
@@ -190,7 +190,7 @@ def compare(options: argparse.Namespace) -> str:
     ]
     lines += [f"| {outcome} | {count} |" for outcome, count in counts.items()]
     lines += ["", "| fails with ours alone | what it says |", "|---|---|"]
-    lines += [f"| `{_short(test)}` | {_cell(alone.get(test, NOT_RUN))} |" for test in ours]
+    lines += [f"| `{_short(test)}` | {_cell(again.get(test, NOT_RUN))} |" for test in ours]
     lines += [
         "",
         "Fails with ddp as well:",
@@ -198,6 +198,10 @@ def compare(options: argparse.Namespace) -> str:
         *(f"- `{_short(t)}`: {_cell(ddp.get(t, NOT_RUN))}" for t in still if t not in ours),
     ]
     return "\n".join(lines)
+
+
+def _by_file(tests: Sequence[str]) -> Targets:
+    return {file: [t for t in tests if t.split("::")[0] == file] for file in sorted({t.split("::")[0] for t in tests})}
 
 
 def _fine(entry: dict[str, Any]) -> bool:
@@ -238,7 +242,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one test")
     parser.add_argument("--work", type=Path, default=Path("lightning_suite_work"), help="where results are kept")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     options.chosen = chosen_tests(options.names, options.tests)
     print(compare(options))
 

@@ -4,19 +4,26 @@
 
 A stage may import what earlier stages produce, never what later ones do; `communication` (the exchange of gradients),
 `optim` (the shared optimizer step) and `data` (caches of samples) stand beside them. Importing this package registers the
-strategy names ``"topt"`` and ``"topt_compressed"`` with Lightning, each also with ``"_fork"`` and ``"_spawn"``.
+strategy names ``"topt"`` and ``"topt_compressed"`` with Lightning, with the endings that its ``"ddp"`` has (``"_spawn"``,
+``"_find_unused_parameters_true"``); the classes themselves are imported when they are first used.
 """
 
-from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
-from lightning_topt.plugins.cached_data import CachedDataModule
-from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
-from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
-from lightning_topt.plugins.local_steps import LocalStepsStrategy
-from lightning_topt.plugins.parallel_optimizer import ParallelOptimizerStep
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lightning_topt.plugins.register import register_strategies
-from lightning_topt.plugins.stall_monitor import StallMonitor
-from lightning_topt.plugins.tuned_data import TunedDataModule
+from topt_console import __version__ as __version__
+
+if TYPE_CHECKING:
+    from lightning_topt.plan.parallel_plan import ParallelPlan
+    from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
+    from lightning_topt.plugins.cached_data import CachedDataModule
+    from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
+    from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
+    from lightning_topt.plugins.local_steps import LocalStepsStrategy
+    from lightning_topt.plugins.parallel_optimizer import ParallelOptimizerStep
+    from lightning_topt.plugins.stall_monitor import StallMonitor
+    from lightning_topt.plugins.tuned_data import TunedDataModule
 
 __all__ = [
     "AutoParallelStrategy",
@@ -30,6 +37,29 @@ __all__ = [
     "TunedDataModule",
     "register_strategies",
 ]
-__version__ = "0.1.0"
+_HOMES = {
+    "AutoParallelStrategy": "plugins.auto_parallel",
+    "CachedDataModule": "plugins.cached_data",
+    "CompressedDDPStrategy": "plugins.compressed_ddp",
+    "CoordinatedDataModule": "plugins.coordinated_data",
+    "LocalStepsStrategy": "plugins.local_steps",
+    "ParallelOptimizerStep": "plugins.parallel_optimizer",
+    "ParallelPlan": "plan.parallel_plan",
+    "StallMonitor": "plugins.stall_monitor",
+    "TunedDataModule": "plugins.tuned_data",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 register_strategies()

@@ -21,3 +21,11 @@ def seeds_of_lightning_are_forgotten() -> Iterator[None]:
     yield
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def measurements_are_kept_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The tests of a session share measurements of this machine, and leave the user's alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield

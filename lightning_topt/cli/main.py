@@ -1,4 +1,7 @@
-"""`topt`: a subcommand, then Hydra overrides. Wrong use ends with one sentence and exit code 2."""
+"""The commands of `topt`, run under Hydra; `topt_console` answers what needs no Lightning.
+
+Wrong use ends with one sentence and exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import ModuleType, TracebackType
-from typing import NoReturn
 
 import hydra
 from hydra.errors import HydraException, InstantiationException
@@ -17,54 +19,30 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+import topt_console
 from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt import __version__
 from lightning_topt.cli import calibrate, plan, stalls, train
 
-COMMANDS: dict[str, ModuleType] = {"plan": plan, "train": train, "calibrate": calibrate, "stalls": stalls}
+MODULES: dict[str, ModuleType] = {"plan": plan, "train": train, "calibrate": calibrate, "stalls": stalls}
 FULL_ERROR = "HYDRA_FULL_ERROR"
-WRONG_USE = 2
-
-HELP = """\
-topt: plan and train PyTorch Lightning modules across devices.
-
-  topt plan      [overrides]   search the frontier of step time and memory; no training
-  topt train     [overrides]   plan, train, validate; ends with what was predicted and what was measured
-  topt calibrate [overrides]   measure this machine, for later plans
-  topt stalls    [overrides]   what training waits for when it waits for data, and what would remove it
-  topt --version
-
-Overrides are Hydra's, for instance
-  topt plan  model=gpt cluster=local_cpu strategy.memory_limit=2GiB
-  topt train experiment=byte_lm strategy=topt trainer.max_epochs=1
-`topt train --help` lists the groups and values, `topt train --cfg job` shows the whole configuration.
-HYDRA_FULL_ERROR=1 shows the traceback of every error."""
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command in ("-h", "--help"):
-        print(HELP)
-    elif command == "--version":
-        print(f"lightning_topt {__version__}")
-    elif command not in COMMANDS:
-        _refuse(f"there is no command {command!r}; choose one of {', '.join(COMMANDS)}")
-    else:
-        _run(command)
+    """What `python -m lightning_topt.cli.main` runs: the same as the console script."""
+    topt_console.main()
 
 
-def _run(command: str) -> None:
+def run(command: str) -> None:
     """Run a subcommand under Hydra; tracebacks only where they say more than the message."""
     wants_traceback = os.environ.get(FULL_ERROR) not in (None, "", "0")
     try:
-        hydra_main(command, COMMANDS[command].run)
+        hydra_main(command, MODULES[command].run)
     except Exception as error:
         sentence = None if wants_traceback else _sentence(error)
         if sentence is None:
             traceback.print_exc()
             sys.exit(1)
-        _refuse(sentence)
+        topt_console.refuse(sentence)
 
 
 def hydra_main(command: str, run: Callable[[DictConfig], None]) -> None:
@@ -98,11 +76,6 @@ def _set_process_state(arguments: list[str], full_error: str | None) -> None:
     os.environ.pop(FULL_ERROR, None)
     if full_error is not None:
         os.environ[FULL_ERROR] = full_error
-
-
-def _refuse(sentence: str) -> NoReturn:
-    sys.stderr.write(f"topt: {sentence}\n")  # one write: ranks share the terminal
-    sys.exit(WRONG_USE)
 
 
 def _sentence(error: BaseException) -> str | None:

@@ -17,18 +17,20 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_topt.cli.local_ranks import run_on_ranks
-from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.measurements import RETURNS_MEMORY, Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.execution.allocator import return_freed_memory
 from lightning_topt.graph.batches import batch_sizes
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.report import print_table, save_html, save_png
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.example_batch import batches_of
 from lightning_topt.plugins.planning import Planning, profile_optimizers, search_plans
+from lightning_topt.plugins.read_options import read_device_counts
 from lightning_topt.plugins.run_plan import choose_for
 
 
@@ -53,6 +55,9 @@ def run(config: DictConfig) -> None:
     if not isinstance(strategy, AutoParallelStrategy):
         raise ValueError("topt plan needs strategy=topt: the other strategies have nothing to plan")
     trainer: pl.Trainer = instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all")
+    device_counts = read_device_counts(config.device_counts, default=trainer.world_size)
+    objective = config.objective or strategy.request.objective
+    check_objective(objective)
     start = time.perf_counter()
     graph, samples = _capture(model, datamodule, trainer)
     capture_seconds = time.perf_counter() - start
@@ -65,13 +70,13 @@ def run(config: DictConfig) -> None:
         optimizer=costs.optimizer,
         exchanges=strategy.request.allowed.candidates,
         kernel_seconds=costs.kernel_seconds,
-        device_counts=tuple(config.device_counts or [trainer.world_size]),
+        device_counts=device_counts,
         global_batch_size=samples * trainer.world_size,
         capture_seconds=capture_seconds,
     )
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
-    request = dataclasses.replace(strategy.request, objective=config.objective or strategy.request.objective)
+    request = dataclasses.replace(strategy.request, objective=objective)
     _report(Planning(frontier, choose_for(request, frontier, costs.cluster), graph), request.memory_limit, folder)
 
 
@@ -94,31 +99,30 @@ def _costs(
     if strategy.request.cluster is not None:
         optimizer = profile_optimizers(module, device=torch.device("cpu"), measure=False)
         return Costs(strategy.request.cluster, optimizer, None)
+    conditions = ""
     if strategy.request.memory_limit is not None:
         return_freed_memory(strategy.root_device)  # as the run will; forked ranks inherit it
+        conditions = RETURNS_MEMORY
     accelerator = "cpu" if strategy.root_device.type == "cpu" else "cuda"
-    return run_on_ranks(_measure, graph, module, accelerator=accelerator, devices=trainer.num_devices)
+    return run_on_ranks(_measure, graph, module, conditions, accelerator=accelerator, devices=trainer.num_devices)
 
 
-def _measure(device: torch.device, num_nodes: int, graph: OpGraph, module: pl.LightningModule) -> Costs:
+def _measure(
+    device: torch.device, num_nodes: int, graph: OpGraph, module: pl.LightningModule, conditions: str
+) -> Costs:
     optimizer = profile_optimizers(module, device=device)
-    cluster = calibrate(device=device, num_nodes=num_nodes)
-    return Costs(cluster, optimizer, measure_kernels(graph, device=device))
+    measurements = Measurements.open(device=device, num_nodes=num_nodes, progress=print, conditions=conditions)
+    return Costs(measurements.cluster(), optimizer, measurements.kernel_seconds(graph))
 
 
 def _report(planning: Planning, memory_limit: float | None, folder: Path) -> None:
     frontier, chosen = planning.frontier, planning.chosen
-    save_png(folder / "frontier.png", frontier.points, chosen, memory_limit=memory_limit, title=planning.graph.model)
-    save_html(
-        folder / "frontier.html",
-        frontier.points,
-        chosen,
-        memory_limit=memory_limit,
-        title=planning.graph.model,
-        exact=frontier.exact,
-    )
+    points, title = frontier.shown_with(chosen), planning.graph.model
+    save_png(folder / "frontier.png", points, chosen, memory_limit=memory_limit, title=title)
+    page = folder / "frontier.html"
+    save_html(page, points, chosen, memory_limit=memory_limit, title=title, exact=frontier.exact)
     chosen.plan.save(folder / "plan.yaml")
     console = Console()
-    print_table(frontier.points, chosen, console=console)
+    print_table(points, chosen, console=console)
     console.print(f"{chosen.plan.summary()}\n{chosen.plan.reason}", highlight=False)
     console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)

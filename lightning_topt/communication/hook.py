@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_topt.communication.methods import is_hierarchical
 from lightning_topt.communication.module_exchange import ModuleExchange
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.peers import PeerMonitor
+from lightning_topt.communication.rank_watch import within_limit
 from lightning_topt.communication.topology import Topology
 
 _made = itertools.count()  # exchanges are made in the same order on all ranks
@@ -52,7 +53,9 @@ class CompressedExchange:
         self, options: ExchangeOptions, *, topology: Topology | None = None, device: torch.device | None = None
     ) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        self.options, self.device = options, device or torch.device("cpu")
+        # Nobody waits for a lost rank longer than the run allows its collective calls.
+        self.options = replace(options, timeout_seconds=within_limit(options.timeout_seconds))
+        self.device = device or torch.device("cpu")
         self.topology = topology or Topology.from_environment(rank=rank, world_size=world_size)
         self.topology.check(world_size)
         self.loss_scale = 1.0

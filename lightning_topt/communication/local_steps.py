@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_topt.communication.argument_checks import check_choice, check_real, check_whole
 from lightning_topt.communication.bucket import is_finite
 from lightning_topt.communication.node.exchange import Waitable
 from lightning_topt.communication.options import VALUE_DTYPES
@@ -230,8 +231,17 @@ class LocalSteps:
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError where options of `LocalSteps` are out of range."""
     density, decay = options["density"], options["residual_decay"]
-    if options["every"] < 1:
-        raise ValueError(f"every is the number of local steps between outer steps, at least 1; got {options['every']}")
+    check_whole(options["every"], name="every (the number of local steps between outer steps)")
+    for name in (
+        "outer_learning_rate",
+        "outer_momentum",
+        "residual_decay",
+        *(["density"] if density is not None else []),
+    ):
+        check_real(options[name], name=name)
+    check_choice(options["value_dtype"], name="value_dtype", allowed=VALUE_DTYPES)
+    if "timeout_seconds" in options:
+        check_real(options["timeout_seconds"], name="timeout_seconds", positive=True)
     if not options["outer_learning_rate"] > 0:
         raise ValueError(f"outer_learning_rate is positive; got {options['outer_learning_rate']}")
     if not 0 <= options["outer_momentum"] < 1:
@@ -240,8 +250,6 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"density is the fraction sent, above 0 and at most 1, or None for all; got {density}")
     if not 0 <= decay <= 1 or (decay != 1 and density is None):
         raise ValueError(f"residual_decay is from 0 to 1, and 1 where no density makes a residual; got {decay}")
-    if options["value_dtype"] not in VALUE_DTYPES:
-        raise ValueError(f"value_dtype is one of {', '.join(VALUE_DTYPES)}; got {options['value_dtype']!r}")
     if not options.get("number of elements", 1):
         raise ValueError("LocalSteps was given no parameters; an iterator (module.parameters()) can be used only once")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from lightning_topt.communication.argument_checks import check_choice, check_flag, check_real, check_texts, check_whole
+
 METHODS = ("topk", "dense", "bf16", "fp16", "powersgd", "sign")
 SELECTIONS = ("auto", "mstopk", "sampled", "torch")
 VALUE_DTYPES = ("float32", "bfloat16", "float16")
@@ -32,6 +34,8 @@ class LinkCosts:
     bandwidth: float
 
     def __post_init__(self) -> None:
+        check_real(self.bandwidth, name="bandwidth")
+        check_real(self.latency_seconds, name="latency_seconds")
         if self.bandwidth <= 0 or self.latency_seconds < 0:
             raise ValueError("a link has a positive bandwidth (bytes per second) and a latency of at least 0 seconds")
 
@@ -78,26 +82,14 @@ class ExchangeOptions:
     debug: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         object.__setattr__(self, "exempt", tuple(self.exempt))  # YAML gives lists
-        for name, allowed in (
-            ("method", METHODS),
-            ("selection", SELECTIONS),
-            ("value_dtype", VALUE_DTYPES),
-            ("nonfinite", ("error", "skip")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         if not 0 < self.density <= 1:
             raise ValueError(f"density is the fraction sent, above 0 and at most 1; got {self.density}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is at least 0 and below 1; got {self.momentum}")
         if self.momentum and not self.error_feedback:
             raise ValueError("momentum correction accumulates into the residual: it needs error_feedback=True")
-        for name, least in (("warmup_steps", 0), ("dense_steps", 1), ("rank", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is at least {least}; got {getattr(self, name)}")
-        if self.timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds is positive; got {self.timeout_seconds}")
         for field in fields(self):
             readers = READ_BY.get(field.name)
             if readers and self.method not in readers and getattr(self, field.name) != field.default:
@@ -117,3 +109,25 @@ class ExchangeOptions:
         start = max(WARMUP_DENSITY, self.density)
         done = min(1.0, (step - self.dense_steps) / self.warmup_steps) if self.warmup_steps else 1.0
         return float(self.density * (start / self.density) ** (1 - done))
+
+
+def check_types(options: ExchangeOptions) -> None:
+    """Raise ValueError for a value of the wrong type, or below what makes sense for it."""
+    for name, allowed in (
+        ("method", METHODS),
+        ("selection", SELECTIONS),
+        ("value_dtype", VALUE_DTYPES),
+        ("nonfinite", ("error", "skip")),
+    ):
+        check_choice(getattr(options, name), name=name, allowed=allowed)
+    for name in ("density", "momentum"):
+        check_real(getattr(options, name), name=name)
+    for name, least in (("warmup_steps", 0), ("dense_steps", 1), ("rank", 1)):
+        check_whole(getattr(options, name), name=name, least=least)
+    for name in ("error_feedback", "debug"):
+        check_flag(getattr(options, name), name=name)
+    check_flag(options.hierarchical, name="hierarchical", optional=True)
+    check_real(options.timeout_seconds, name="timeout_seconds", positive=True)
+    check_texts(options.exempt, name="exempt")
+    if options.link is not None and not isinstance(options.link, LinkCosts):
+        raise ValueError(f"link is LinkCosts(latency_seconds, bandwidth) or None; got {type(options.link).__name__}")

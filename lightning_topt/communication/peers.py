@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
+
+from lightning_topt.communication.processes import fate_of
 
 FAILED = "failed"
 POLL_SECONDS = 1.0  # how often a worker looks whether another rank reported a failure
@@ -13,7 +16,9 @@ GRACE_SECONDS = 5.0  # survivors look every POLL_SECONDS, also while idle: who h
 
 
 class PeerLostError(RuntimeError):
-    """An exchange failed because of other ranks; names those that did not sign in."""
+    """An exchange failed because of other ranks; names those that did not sign in, where it is `diagnosed`."""
+
+    diagnosed = False
 
 
 class PeerMonitor:
@@ -39,13 +44,17 @@ class PeerMonitor:
     def diagnose(self, error: BaseException, *, grace_seconds: float | None = None) -> PeerLostError:
         """Sign in, wait for the other survivors, and say who did not come within `grace_seconds`; `error` is the cause."""
         lost = self._diagnose(error, GRACE_SECONDS if grace_seconds is None else grace_seconds)
-        lost.__cause__ = error
+        lost.diagnosed, lost.__cause__ = True, error
         return lost
+
+    def sign_in(self) -> None:
+        """Tell the ranks that wait in the exchange that it has failed. Raises RuntimeError without a store."""
+        self.store.set(f"alive/{self.rank}", "1")
+        self.store.set(FAILED, "1")
 
     def _diagnose(self, error: BaseException, grace_seconds: float) -> PeerLostError:
         try:
-            self.store.set(f"alive/{self.rank}", "1")
-            self.store.set(FAILED, "1")
+            self.sign_in()
             missing = self._missing(grace_seconds)
         except Exception:
             return PeerLostError(
@@ -68,6 +77,55 @@ class PeerMonitor:
             if missing:
                 time.sleep(0.05)
         return missing
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """What the ranks said when one asked: where those are that did not fail themselves, and with which error others ended.
+
+    `missing` gave no answer; `fates` has what is known of their processes.
+    """
+
+    positions: dict[int, str]
+    ended: dict[int, str]
+    missing: list[int]
+    fates: dict[int, str]
+
+
+def find_survivors(store: Store, world_size: int, *, grace_seconds: float) -> Survivors:
+    """Wait until every rank has answered under ``alive/RANK`` or ``ended/RANK``, or is known to be gone by ``process/RANK``."""
+    deadline = time.monotonic() + grace_seconds
+    missing, fates = list(range(world_size)), dict[int, str]()
+    while True:
+        missing = [r for r in missing if not store.check([f"alive/{r}"]) and not store.check([f"ended/{r}"])]
+        known = {rank: store.get(f"process/{rank}").decode() for rank in missing if store.check([f"process/{rank}"])}
+        fates = {rank: fate for rank, identity in known.items() if (fate := fate_of(identity))}
+        if len(fates) == len(missing) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    answers = {
+        kind: {
+            rank: store.get(f"{kind}/{rank}").decode() for rank in range(world_size) if store.check([f"{kind}/{rank}"])
+        }
+        for kind in ("alive", "ended")
+    }
+    return Survivors({r: text for r, text in answers["alive"].items() if text}, answers["ended"], missing, fates)
+
+
+def describe_lost(found: Survivors, *, rank: int, cause: str) -> str:
+    """Say who is lost, as `rank` sees it after the error `cause`."""
+    seen = f"seen by rank {rank}: {cause}"
+    if found.ended:
+        return f"{'; '.join(f'rank {other} ended with {text}' for other, text in found.ended.items())}; {seen}"
+    if found.missing:
+        who = ", ".join(f"rank {other}" for other in found.missing)
+        fates = ", ".join(f"rank {other}: {fate}" for other, fate in found.fates.items())
+        return f"{who} did not answer in a collective call{f' ({fates})' if fates else ''}; {seen}"
+    places = "; ".join(f"rank {other} is at {place}" for other, place in found.positions.items() if place != "-")
+    return (
+        f"a collective call failed although all ranks are alive: one of them is slow, hangs, or makes other calls"
+        f"{f' ({places})' if places else ''}; if one is slow, raise the strategy's timeout; {seen}"
+    )
 
 
 def ranks_that(flag: bool, *, store: Store, rank: int, world_size: int, key: str, seconds: float) -> list[int]:

@@ -16,6 +16,17 @@ from typing import Any
 
 import yaml
 
+from lightning_topt.costs.plain_values import (
+    check_plain,
+    names,
+    number,
+    one_line,
+    parse_yaml,
+    read_text,
+    shown,
+    text,
+    whole,
+)
 from lightning_topt.costs.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -47,7 +58,7 @@ class Device:
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
             raise ClusterError("device.flops needs a rate for float32")
-        if min(self.memory_bytes, self.memory_bandwidth, *self.flops.values()) <= 0:
+        if not all(value > 0 for value in (self.memory_bytes, self.memory_bandwidth, *self.flops.values())):
             raise ClusterError("device: memory_bytes, memory_bandwidth and every rate in flops must be positive")
 
     def flops_of(self, dtype: str) -> float:
@@ -63,8 +74,8 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if self.bandwidth <= 0:
-            raise ClusterError("a link's bandwidth must be positive")
+        if not (self.bandwidth > 0 and self.latency_seconds >= 0):
+            raise ClusterError("a link's bandwidth must be positive, and its latency at least 0 seconds")
 
 
 @dataclass(frozen=True)
@@ -124,11 +135,11 @@ class Cluster:
         if not 0 <= self.overlap <= 1:
             raise ClusterError(f"overlap is a share between 0 and 1, got {self.overlap}")
         if self.backend not in ("nccl", "gloo"):
-            raise ClusterError(f"backend must be 'nccl' or 'gloo', got {self.backend!r}")
+            raise ClusterError(f"backend must be 'nccl' or 'gloo', got {shown(self.backend)}")
         for op, scope, world_size in self.collectives:
             if op not in COLLECTIVES or scope not in SCOPES or world_size < 2:
                 raise ClusterError(
-                    f"collectives: ({op!r}, {scope!r}, {world_size}) must be one of {COLLECTIVES}, one of {SCOPES}, "
+                    f"collectives: ({shown(op)}, {shown(scope)}, {world_size}) must be one of {COLLECTIVES}, one of {SCOPES}, "
                     "and at least 2 ranks"
                 )
 
@@ -154,11 +165,12 @@ class Cluster:
     def from_dict(cls, data: Any) -> Cluster:
         """Read a mapping such as the files in ``conf/cluster``. Raises ClusterError that names the wrong entry."""
         try:
+            check_plain(data)
             return _cluster(data)
         except ClusterError:
             raise
-        except ValueError as error:
-            raise ClusterError(str(error)) from error
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ClusterError(one_line(error)) from error
 
     def save(self, path: str | Path) -> None:
         """Write the cluster to a YAML file."""
@@ -168,9 +180,9 @@ class Cluster:
     def load(cls, path: str | Path) -> Cluster:
         """Read a YAML file. Raises ClusterError that names the file and the wrong entry."""
         try:
-            return cls.from_dict(yaml.safe_load(Path(path).read_text()))
-        except (ValueError, OSError, yaml.YAMLError) as error:
-            raise ClusterError(f"cannot read the cluster {path}: {error}") from error
+            return cls.from_dict(parse_yaml(read_text(path)))
+        except (ValueError, OSError) as error:
+            raise ClusterError(f"cannot read the cluster {shown(str(path))}: {one_line(error)}") from error
 
 
 _REQUIRED = object()
@@ -181,7 +193,7 @@ class _Entries:
 
     def __init__(self, data: Any, where: str) -> None:
         if not isinstance(data, Mapping):
-            raise ClusterError(f"{where} must be a mapping, got {data!r}")
+            raise ClusterError(f"{where} must be a mapping, got {shown(data)}")
         self.data, self.where, self.known = dict(data), where, set[str]()
 
     def take(self, key: str, parse: Callable[..., Any], default: Any = _REQUIRED) -> Any:
@@ -193,23 +205,23 @@ class _Entries:
         return parse(self.data[key], name=f"{self.where}.{key}")
 
     def finish(self) -> None:
-        if unknown := sorted(str(key) for key in set(self.data) - self.known):
-            raise ClusterError(f"{self.where}: unknown entries {unknown}; known are {sorted(self.known)}")
+        if unknown := set(self.data) - self.known:
+            raise ClusterError(f"{self.where}: unknown entries {names(unknown)}; known are {sorted(self.known)}")
 
 
 def _cluster(data: Any) -> Cluster:
     entries = _Entries(data, "cluster")
     cluster = Cluster(
-        name=entries.take("name", _text),
+        name=entries.take("name", text),
         device=entries.take("device", _device),
-        devices_per_node=entries.take("devices_per_node", _count),
-        num_nodes=entries.take("num_nodes", _count, 1),
+        devices_per_node=entries.take("devices_per_node", whole),
+        num_nodes=entries.take("num_nodes", whole, 1),
         intra=entries.take("intra", _link),
         inter=entries.take("inter", _link, None),
         collectives=entries.take("collectives", _collectives, {}),
-        overlap=entries.take("overlap", _number, 0.0),
-        backend=entries.take("backend", _text, "nccl"),
-        source=entries.take("source", _text, ""),
+        overlap=entries.take("overlap", number, 0.0),
+        backend=entries.take("backend", text, "nccl"),
+        source=entries.take("source", text, ""),
     )
     entries.finish()
     return cluster
@@ -218,13 +230,13 @@ def _cluster(data: Any) -> Cluster:
 def _device(data: Any, *, name: str) -> Device:
     entries = _Entries(data, name)
     device = Device(
-        name=entries.take("name", _text),
+        name=entries.take("name", text),
         memory_bytes=entries.take("memory_bytes", parse_bytes),
         flops=entries.take("flops", _rates),
         memory_bandwidth=entries.take("memory_bandwidth", parse_bandwidth),
         op_overhead_seconds=entries.take("op_overhead_seconds", parse_seconds, 0.0),
         process_bytes=entries.take("process_bytes", parse_bytes, 0),
-        price_per_hour=entries.take("price_per_hour", _number, None),
+        price_per_hour=entries.take("price_per_hour", number, None),
     )
     entries.finish()
     return device
@@ -241,7 +253,7 @@ def _collectives(data: Any, *, name: str) -> dict[CurveKey, CollectiveCurve]:
     curves: dict[CurveKey, CollectiveCurve] = {}
     for index, entry in enumerate(_list(data, name=name)):
         entries = _Entries(entry, f"{name}[{index}]")
-        key = (entries.take("op", _text), entries.take("scope", _text), entries.take("world_size", _count))
+        key = (entries.take("op", text), entries.take("scope", text), entries.take("world_size", whole))
         sizes = [float(parse_bytes(size, name=entries.where)) for size in entries.take("bytes", _list)]
         seconds = [parse_seconds(value, name=entries.where) for value in entries.take("seconds", _list)]
         entries.finish()
@@ -251,29 +263,11 @@ def _collectives(data: Any, *, name: str) -> dict[CurveKey, CollectiveCurve]:
 
 def _rates(data: Any, *, name: str) -> dict[str, float]:
     if not isinstance(data, Mapping):
-        raise ClusterError(f"{name} must map dtypes to rates, such as float32: 19.5TFLOP/s; got {data!r}")
-    return {str(dtype): parse_flops(rate, name=f"{name}.{dtype}") for dtype, rate in data.items()}
+        raise ClusterError(f"{name} must map dtypes to rates, such as float32: 19.5TFLOP/s; got {shown(data)}")
+    return {text(dtype, name=name): parse_flops(rate, name=f"{name}.{dtype}") for dtype, rate in data.items()}
 
 
 def _list(data: Any, *, name: str) -> list[Any]:
-    if isinstance(data, str) or not hasattr(data, "__iter__") or isinstance(data, Mapping):
-        raise ClusterError(f"{name} must be a list, got {data!r}")
+    if not isinstance(data, list | tuple):
+        raise ClusterError(f"{name} must be a list, got {shown(data)}")
     return list(data)
-
-
-def _text(value: Any, *, name: str) -> str:
-    if not isinstance(value, str):
-        raise ClusterError(f"{name} must be text, got {value!r}")
-    return value
-
-
-def _count(value: Any, *, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ClusterError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return value
-
-
-def _number(value: Any, *, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
-        raise ClusterError(f"{name} must be a number of at least 0, got {value!r}")
-    return float(value)

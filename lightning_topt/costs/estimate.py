@@ -92,6 +92,11 @@ class StepModel:
             raise ValueError(f"family must be one of {FAMILIES}, got {self.family!r}")
         if self.batch_size < 1:
             raise ValueError(f"batch_size is the number of samples per rank, at least 1; got {self.batch_size}")
+        if not self.graph.batch_scaling and self.batch_size != self.graph.batch_size:
+            raise ValueError(
+                f"the step was captured for batches of {self.graph.batch_size} sample(s) and how it grows with them is "
+                f"unknown, so {self.batch_size} per rank cannot be estimated; capture it with batch_scaling=True"
+            )
         if self.family not in legal_families(self.optimizer, data_parallel_size=self.data_parallel_size):
             raise ValueError(
                 f"sharded plans (ZeRO 2 and 3) need several ranks and an elementwise optimizer; here are "

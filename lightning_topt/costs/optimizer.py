@@ -7,17 +7,24 @@ update treats elements one by one cannot be seen from outside; see `optim.update
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_topt.costs.cluster import Device
-from lightning_topt.costs.optimizer_probe import OptimizerError, ParameterUpdate, Probe, make_step, probe_group
+from lightning_topt.costs.global_state import kept_global_state
+from lightning_topt.costs.optimizer_copy import OptimizerError
+from lightning_topt.costs.optimizer_probe import ParameterUpdate, Probe, make_step, probe_group
 from lightning_topt.costs.timing import time_call
 from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, is_one_of
 
@@ -55,6 +62,7 @@ class OptimizerProfile:
         return streaming * share + update.calls * device.op_overhead_seconds
 
 
+@kept_global_state()
 def read_optimizer(
     optimizers: Iterable[Optimizer],
     *,
@@ -63,37 +71,87 @@ def read_optimizer(
 ) -> OptimizerProfile:
     """Profile optimizers that were built over `named_parameters` (fake tensors will do: only shapes are read).
 
-    `device_type` is where they will run; it decides torch's default between the for-loop and the foreach step.
+    The optimizers may be those of the training: they, their state and parameters and all random generators stay as they
+    are. `device_type` is where they will run; it decides torch's default between the for-loop and the foreach step.
     Raises OptimizerError for a parameter that is not among `named_parameters`, and for an optimizer that cannot be
-    stepped.
+    tried on a copy.
     """
-    names = {parameter: name for name, parameter in named_parameters}
     optimizers = list(optimizers)
     updates: dict[str, ParameterUpdate] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            probes: dict[Any, Probe] = {}
-            for parameter in group["params"]:
-                if parameter not in names:
-                    raise OptimizerError(
-                        f"{type(optimizer).__name__} updates a parameter of shape {tuple(parameter.shape)} that is not "
-                        "a parameter of the module; build optimizers from module.parameters()"
-                    )
-                if not parameter.requires_grad:
-                    # Never stepped, but some optimizers (Adagrad) make the state when they are built.
-                    existing = sum(v.nbytes for v in optimizer.state.get(parameter, {}).values() if torch.is_tensor(v))
-                    updates[names[parameter]] = ParameterUpdate(existing, 0.0, 0.0, 0.0, False)
-                    continue
-                key = (parameter.ndim, parameter.dtype)
-                if key not in probes:
-                    probes[key] = probe_group(optimizer, group, ndim=key[0], dtype=key[1], device_type=device_type)
-                updates[names[parameter]] = probes[key].update(parameter)
+    probes: dict[Any, Probe] = {}
+    for optimizer, group, parameter, name in _updated(optimizers, named_parameters):
+        if not parameter.requires_grad:
+            # Never stepped, but some optimizers (Adagrad) make the state when they are built.
+            existing = tree_leaves(optimizer.state.get(parameter, {}))
+            nbytes = sum(value.nbytes for value in existing if torch.is_tensor(value))
+            updates[name] = ParameterUpdate(nbytes, 0.0, 0.0, 0.0, False)
+            continue
+        key = (id(optimizer), _options_key(group), parameter.ndim, parameter.dtype)
+        if key not in probes:
+            ndim, dtype = parameter.ndim, parameter.dtype
+            probes[key] = probe_group(optimizer, group, ndim=ndim, dtype=dtype, device_type=device_type)
+        updates[name] = probes[key].update(parameter)
     return OptimizerProfile(
         name=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
         elementwise=all(is_one_of(optimizer, ELEMENTWISE) for optimizer in optimizers),
         by_parameter=all(is_one_of(optimizer, BY_PARAMETER) for optimizer in optimizers),
         updates=updates,
     )
+
+
+@dataclass(frozen=True)
+class UpdateKind:
+    """Parameters, by `names`, whose updates cost the same per element: one measurement stands for all of them.
+
+    It is taken with the options of `group` on a parameter of `numel` elements. `key` names the kind in any process: it is
+    made of the optimizer's class and code, the options and `numel`; empty where the code is in no file.
+    """
+
+    key: str
+    optimizer: Optimizer
+    group: Mapping[str, Any]
+    ndim: int
+    dtype: torch.dtype
+    numel: int
+    names: tuple[str, ...]
+
+
+def update_kinds(
+    optimizers: Iterable[Optimizer],
+    *,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    max_numel: int = 1 << 22,
+) -> list[UpdateKind]:
+    """Sort the trained parameters into kinds; `numel` is that of a kind's largest parameter, at most `max_numel`.
+
+    Those of LBFGS are left out: its step runs the model, several times. Raises OptimizerError as `read_optimizer` does.
+    """
+    members: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    first: dict[Any, tuple[Optimizer, Mapping[str, Any]]] = {}
+    for optimizer, group, parameter, name in _updated(optimizers, named_parameters):
+        if parameter.requires_grad and not isinstance(optimizer, optim.LBFGS):
+            key = (id(optimizer), _options_key(group), min(parameter.ndim, 2), parameter.dtype)
+            members[key].append((name, parameter))
+            first.setdefault(key, (optimizer, group))
+    kinds = []
+    for key, named in members.items():
+        (optimizer, group), (_, options, ndim, dtype) = first[key], key
+        numel = max(1, min(max_numel, max(parameter.numel() for _, parameter in named)))
+        code = code_key(type(optimizer))
+        text = json.dumps([code, options, ndim, str(dtype), numel]) if code else ""
+        kinds.append(UpdateKind(text, optimizer, group, ndim, dtype, numel, tuple(name for name, _ in named)))
+    return kinds
+
+
+@kept_global_state()
+def measure_kind(kind: UpdateKind, *, device: torch.device, budget_seconds: float) -> float:
+    """Seconds per element of the update of `kind`, timed in about `budget_seconds`, but in at least five steps.
+
+    A copy is stepped. Raises OptimizerError when its step fails.
+    """
+    ndim, dtype, numel = kind.ndim, kind.dtype, kind.numel
+    step = make_step(kind.optimizer, kind.group, ndim=ndim, dtype=dtype, device=device, numel=numel)
+    return time_call(step, device=device, budget_seconds=budget_seconds) / kind.numel
 
 
 def measure_update_seconds(
@@ -106,22 +164,63 @@ def measure_update_seconds(
 ) -> dict[str, float]:
     """Seconds per element of each parameter's update, by name.
 
-    Every group's step is timed on a parameter as large as the group's largest, but of at most `max_numel` elements, in
-    about `budget_seconds` in all (but at least five steps per group and kind of parameter).
+    Every kind of update (`update_kinds`) is timed, in about `budget_seconds` in all (but at least five steps per kind), on
+    copies: optimizers, parameters and random generators stay as they are. Raises OptimizerError as `read_optimizer` does.
     """
-    names = {parameter: name for name, parameter in named_parameters}
-    kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for optimizer in optimizers:
-        if isinstance(optimizer, optim.LBFGS):  # its step runs the model, several times
-            continue
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in (p for p in group["params"] if p.requires_grad):
-                kinds[optimizer, number, min(parameter.ndim, 2), parameter.dtype].append(parameter)
+    kinds = update_kinds(optimizers, named_parameters=named_parameters, max_numel=max_numel)
     seconds: dict[str, float] = {}
-    for (optimizer, number, ndim, dtype), members in kinds.items():
-        group = optimizer.param_groups[number]
-        numel = max(1, min(max_numel, max(parameter.numel() for parameter in members)))
-        step = make_step(optimizer, group, ndim=ndim, dtype=dtype, device=device, numel=numel)
-        elapsed = time_call(step, device=device, budget_seconds=budget_seconds / len(kinds))
-        seconds |= {names[parameter]: elapsed / numel for parameter in members}
+    for kind in kinds:
+        measured = measure_kind(kind, device=device, budget_seconds=budget_seconds / len(kinds))
+        seconds |= dict.fromkeys(kind.names, measured)
     return seconds
+
+
+def _updated(
+    optimizers: Iterable[Optimizer], named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> Iterator[tuple[Optimizer, Mapping[str, Any], nn.Parameter, str]]:
+    """Every parameter of every group with its name. Raises OptimizerError for one that has none, or no shape yet."""
+    names = {parameter: name for name, parameter in named_parameters}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, UninitializedParameter):
+                    raise OptimizerError(
+                        f"{type(optimizer).__name__} updates a parameter of a lazy module that has no shape yet; run the "
+                        "module once on a batch before training"
+                    )
+                if parameter not in names:
+                    raise OptimizerError(
+                        f"{type(optimizer).__name__} updates a parameter of shape {tuple(parameter.shape)} that is not "
+                        "a parameter of the module; build optimizers from module.parameters()"
+                    )
+                yield optimizer, group, parameter, names[parameter]
+
+
+def _options_key(group: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The options of a group as far as they decide what a step costs: of rates, whether they are zero."""
+    options = ((name, value) for name, value in group.items() if name not in ("params", "param_names", "initial_lr"))
+    return tuple(sorted((str(name), _option_key(value)) for name, value in options))
+
+
+def _option_key(value: Any) -> str:
+    if isinstance(value, bool | int | str | None):
+        return repr(value)
+    if isinstance(value, float):
+        return "a number" if value else "zero"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_option_key, value))}]"
+    return type(value).__name__
+
+
+def code_key(cls: type) -> str:
+    """A text that changes when the file in which `cls` is defined does; empty where there is no such file."""
+    for base in cls.__mro__:
+        if base.__module__ == "builtins":
+            break
+        if base.__module__ == "__main__":
+            return ""  # may be any program, or a notebook
+    try:
+        status = Path(inspect.getfile(cls)).stat()
+    except (TypeError, OSError):
+        return ""
+    return f"{cls.__module__}.{cls.__qualname__} {status.st_size} {status.st_mtime_ns}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_topt.costs.global_state import kept_global_state
+from lightning_topt.costs.optimizer_copy import OptimizerCopy, OptimizerError, no_global_hooks
+
 # Distinct, so that a dim of a state tensor tells which dim of the parameter it follows (torch's limit is 64 dims).
 _PRIMES = tuple(n for n in range(5, 320) if all(n % d for d in range(2, math.isqrt(n) + 1)))
 _PROBE_NUMEL, _PROBE_COUNT = 4096, 4
-
-
-class OptimizerError(ValueError):
-    """An optimizer that cannot be profiled, with the reason."""
+_MAX_DIMS = 6  # of a parameter; the product of seven primes is too many elements for a trial
+_SEED = 20131
 
 
 @dataclass(frozen=True)
@@ -57,27 +58,26 @@ class Probe:
         return ParameterUpdate(state, moved, self.calls, temporaries, self.temporaries_add)
 
 
+@kept_global_state()
 def probe_group(
     optimizer: Optimizer, group: Mapping[str, Any], *, ndim: int, dtype: torch.dtype, device_type: str
 ) -> Probe:
-    """Step copies of `optimizer` with the options of `group` and watch. Raises OptimizerError when the step fails."""
+    """Step copies of `optimizer` with the options of `group` and watch; the optimizer and what it refers to stay as they are.
+
+    Raises OptimizerError when the step fails, needs a closure or sparse gradients, or cannot be tried on a copy.
+    """
     if isinstance(optimizer, optim.LBFGS):
         return _lbfgs_probe(group, ndim, dtype)
+    _check_can_be_tried(optimizer, ndim=ndim)
     dims = _PRIMES[:ndim]
-    clone = _clone(optimizer, group, shapes=[dims], dtype=dtype, device_type=device_type)
-    clone.step()
-    states = tuple(
-        (tuple(value.shape), value.element_size())
-        for value in tree_leaves(dict(clone.state))
-        if isinstance(value, Tensor)
-    )
+    states = _state_shapes(_copy(optimizer, group, shapes=[dims], dtype=dtype, device_type=device_type))
     shape = (64, _PROBE_NUMEL // 64) if ndim >= 2 else (_PROBE_NUMEL,)
     watched = []
     for count in (1, _PROBE_COUNT):
-        clone = _clone(optimizer, group, shapes=[shape] * count, dtype=dtype, device_type=device_type)
-        clone.step()
+        copy = _copy(optimizer, group, shapes=[shape] * count, dtype=dtype, device_type=device_type)
+        copy.step()
         with _Watch() as watch:
-            clone.step()
+            copy.step()
         watched.append(watch)
     one, many = watched
     adds = many.peak_bytes >= _PROBE_COUNT * one.peak_bytes
@@ -91,6 +91,32 @@ def probe_group(
     )
 
 
+def _check_can_be_tried(optimizer: Optimizer, *, ndim: int) -> None:
+    name, way_out = type(optimizer).__name__, "Give the plan explicitly, for instance plan='ddp'"
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptimizerError(
+            f"the step of {name} needs a closure: it runs the model itself, as often as it wants, so the cost of a step is "
+            f"not known. {way_out}"
+        )
+    if isinstance(optimizer, optim.SparseAdam):
+        raise OptimizerError(
+            f"{name} updates the rows of one batch from sparse gradients, so the cost of a step is not known. {way_out}"
+        )
+    if ndim > _MAX_DIMS:
+        raise OptimizerError(
+            f"{name} updates a parameter of {ndim} dims; trial steps are made with at most {_MAX_DIMS}. {way_out}"
+        )
+
+
+def _state_shapes(copy: _Steps) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Shape and bytes per element of every tensor that the first step makes and keeps."""
+    before = {id(leaf) for leaf in copy.kept()}
+    copy.step()
+    leaves = {id(leaf): leaf for leaf in copy.kept() if id(leaf) not in before}
+    return tuple((tuple(leaf.shape), leaf.element_size()) for leaf in leaves.values())
+
+
 def _lbfgs_probe(group: Mapping[str, Any], ndim: int, dtype: torch.dtype) -> Probe:
     # torch.optim.LBFGS, once its history is full: `old_dirs` and `old_stps` of history_size vectors each, `d`,
     # `prev_flat_grad`; an inner iteration reads the history twice; flat copies of gradients and direction come and go.
@@ -100,7 +126,7 @@ def _lbfgs_probe(group: Mapping[str, Any], ndim: int, dtype: torch.dtype) -> Pro
     return Probe(dims, ((dims, itemsize),) * vectors, moved, 4.0 * group["max_iter"], 3.0 * itemsize, True)
 
 
-def _clone(
+def _copy(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     *,
@@ -110,38 +136,47 @@ def _clone(
     device: torch.device | None = None,
 ) -> _Steps:
     """`optimizer` over fresh parameters of `shapes` with the options of `group`, not yet stepped."""
-    options = {key: 0.5 if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-    if options.get("capturable"):
-        options["capturable"] = False  # needs an accelerator; changes where `step` lives, not what is kept
-    if device_type != "cpu" and "foreach" in options and options["foreach"] is None and not options.get("fused"):
-        options["foreach"] = True  # torch's default there
-    parameters = [nn.Parameter(torch.rand(shape, dtype=dtype, device=device)) for shape in shapes]
-    for parameter in parameters:
-        parameter.grad = torch.rand_like(parameter)
-    clone = type(optimizer).__new__(type(optimizer))
-    clone.__dict__.update(optimizer.__dict__)
-    # A scheduler or a wrapper may have put its own `step` on the instance; hooks belong to the real run.
-    clone.__dict__.pop("step", None)
-    clone._optimizer_step_pre_hooks = OrderedDict()
-    clone._optimizer_step_post_hooks = OrderedDict()
-    clone.state = defaultdict(dict)
-    clone.param_groups = [{**options, "params": parameters}]
-    return _Steps(clone)
+    device = device or torch.device("cpu")
+    try:
+        parameters = [nn.Parameter(_random(shape, dtype, device)) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = _random(parameter.shape, dtype, device)
+    except RuntimeError as error:
+        raise OptimizerError(
+            f"a trial step of {type(optimizer).__name__} on parameters of {dtype} is not possible: {error}. Give the plan "
+            "explicitly, for instance plan='ddp'"
+        ) from error
+    copy = OptimizerCopy(optimizer, group, parameters=parameters)
+    for options in copy.optimizer.param_groups:
+        if options.get("capturable"):
+            options["capturable"] = False  # needs an accelerator; changes where `step` lives, not what is kept
+        if device_type != "cpu" and "foreach" in options and options["foreach"] is None and not options.get("fused"):
+            options["foreach"] = True  # torch's default there
+    return _Steps(copy)
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    drawn = dtype if dtype.is_complex else torch.float32
+    generator = torch.Generator(device).manual_seed(_SEED)
+    return torch.rand(tuple(shape), dtype=drawn, device=device, generator=generator).to(dtype)
 
 
 class _Steps:
-    """A cloned optimizer whose failures name it."""
+    """A copied optimizer whose failures name it."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, copy: OptimizerCopy) -> None:
+        self.optimizer, self.states = copy.optimizer, copy.states
 
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        return self.optimizer.state
+    def kept(self) -> list[Tensor]:
+        """Return the tensors of the states, and those that the optimizer has beside them."""
+        own = [value for name, value in vars(self.optimizer).items() if name not in ("state", "param_groups")]
+        leaves = tree_leaves([*map(dict, self.states), own])
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
 
     def step(self) -> None:
         try:
-            self.optimizer.step()
+            with no_global_hooks():
+                self.optimizer.step()
         except Exception as error:
             raise OptimizerError(
                 f"a trial step of {type(self.optimizer).__name__} failed, so its memory is not known: {error}. Give "
@@ -163,9 +198,10 @@ def make_step(
     Raises OptimizerError when the step fails.
     """
     shape = (math.isqrt(numel), numel // math.isqrt(numel)) if ndim == 2 else (numel,)
-    clone = _clone(optimizer, group, shapes=[shape], dtype=dtype, device_type=device.type, device=device)
-    clone.step()
-    return clone.step
+    _check_can_be_tried(optimizer, ndim=ndim)
+    copy = _copy(optimizer, group, shapes=[shape], dtype=dtype, device_type=device.type, device=device)
+    copy.step()
+    return copy.step
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ _BANDWIDTH = {
     **{prefix + bit: factor / 8 for prefix, factor in _DECIMAL.items() for bit in ("b/s", "bit/s")},
 }
 _FLOPS = {prefix + unit: factor for prefix, factor in _DECIMAL.items() for unit in ("FLOP/s", "FLOPS")}
+_LONGEST = 80  # characters of a quantity: the pattern takes time by the square of them
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-zµ/]*)\s*")
 
 
@@ -61,15 +62,15 @@ def format_seconds(seconds: float) -> str:
 
 def _parse(value: int | float | str, units: Mapping[str, float], *, name: str, example: str) -> float:
     if isinstance(value, str):
-        match = _QUANTITY.fullmatch(value)
+        match = _QUANTITY.fullmatch(value) if len(value) <= _LONGEST else None
         if not match:
-            raise ValueError(f"{name}: {value!r} is not a quantity; write for instance {example}")
+            raise ValueError(f"{name}: {value[:_LONGEST]!r} is not a quantity; write for instance {example}")
         number, unit = float(match[1]), match[2]
         if unit and unit not in units:
             raise ValueError(f"{name}: {value!r} has the unit {unit!r}, which is not known here; write {example}")
         result = number * (units[unit] if unit else 1.0)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        result = float(value)
+        result = float(value) if abs(value) < 2**1000 else math.inf
     else:
         raise ValueError(f"{name}: expected a number or text such as {example}, got {value!r}")
     if not math.isfinite(result) or result < 0:

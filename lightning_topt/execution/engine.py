@@ -91,6 +91,10 @@ class Engine(ABC):
     def release(self) -> None:
         """Undo `parallelize` and `attach_optimizers`: the module is whole and plain on every rank."""
 
+    def return_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Give an optimizer that is used again after `release` its whole state, on every rank. A collective call."""
+        return None
+
     def exchange_state(self) -> State | None:
         """What the gradient exchange holds back on all ranks, whole on rank 0, also after `release`; None without one.
 
@@ -204,12 +208,17 @@ class ReplicatedEngine(Engine):
 
 
 class ShardedEngine(Engine):
-    """Sharded gradients, and sharded parameters where the plan says so (ZeRO stages 2 and 3), through torch's FSDP2."""
+    """Sharded gradients, and sharded parameters where the plan says so (ZeRO stages 2 and 3), through torch's FSDP2.
+
+    Optimizers may have been built before `parallelize`: they follow the parameters there and, in `release`, back. Their
+    state stays in shards then, for checkpoints, unless it is wanted (`return_optimizer_state`).
+    """
 
     def __init__(self, plan: ParallelPlan, module: nn.Module, *, device: torch.device) -> None:
         super().__init__(plan, module, device=device)
         self._sharding: Sharding | None = None
-        self._on_host: dict[Optimizer, State] = {}
+        self._after: dict[Optimizer, State] = {}  # states once released: in shards, or whole on the host of rank 0
+        self._on_host = False
 
     @property
     def sharding(self) -> Sharding:
@@ -227,6 +236,9 @@ class ShardedEngine(Engine):
     @override
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
+        replaced = self.sharding.replaced
+        for optimizer in self.optimizers:
+            full_state.follow_parameters(optimizer, replaced)
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
@@ -250,9 +262,10 @@ class ShardedEngine(Engine):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> State:
-        if optimizer in self._on_host:
-            return self._on_host[optimizer]
-        return full_state.gather_sharded_optimizer_state(optimizer)
+        if self._on_host:
+            return self._after[optimizer]
+        state = self._after[optimizer] if optimizer in self._after else optimizer.state_dict()
+        return full_state.gather_sharded_optimizer_state(state)
 
     @override
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -260,13 +273,28 @@ class ShardedEngine(Engine):
 
     @override
     def optimizer_state_to_host(self) -> None:
-        for optimizer in self.optimizers:
-            self._on_host[optimizer] = self.optimizer_state(optimizer)
-            optimizer.state.clear()
+        self._after = {optimizer: self.optimizer_state(optimizer) for optimizer in self.optimizers}
+        self._on_host = True
+
+    @override
+    def return_optimizer_state(self, optimizer: Optimizer) -> None:
+        if self._on_host:
+            box = [self._after[optimizer]]
+            dist.broadcast_object_list(box, 0)
+            optimizer.load_state_dict(box[0])
+        else:
+            gathered = full_state.gather_sharded_optimizer_state(self._after.pop(optimizer), everywhere=True)
+            optimizer.load_state_dict(gathered)
 
     @override
     def release(self) -> None:
         if self._sharding is not None:
+            if not self._on_host:
+                self._after = {optimizer: optimizer.state_dict() for optimizer in self.optimizers}
+            back = {new: original for original, new in self._sharding.replaced.items()}
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+                full_state.follow_parameters(optimizer, back)
             self._sharding.remove()
             self._sharding = None
         remove_recomputation(self.module)

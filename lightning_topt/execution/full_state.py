@@ -42,17 +42,17 @@ def _place_like(value: Any, target: Any) -> Any:
 
 
 @torch.no_grad()
-def gather_sharded_optimizer_state(optimizer: Optimizer) -> State:
-    """The full form of the state of an optimizer over sharded parameters."""
-    state = optimizer.state_dict()
+def gather_sharded_optimizer_state(state: Mapping[str, Any], *, everywhere: bool = False) -> State:
+    """The full form of the `state_dict()` of an optimizer over sharded parameters, on rank 0 or `everywhere`."""
+    wanted = everywhere or dist.get_rank() == 0
     whole: dict[Any, State] = {}
     for index, values in state["state"].items():
         whole[index] = {}
         for key, value in values.items():
             full = value.full_tensor() if isinstance(value, DTensor) else value
-            if dist.get_rank() == 0:
+            if wanted:
                 whole[index][key] = full.cpu() if isinstance(full, Tensor) else full
-    return {**state, "state": whole} if dist.get_rank() == 0 else {}
+    return {**state, "state": whole} if wanted else {}
 
 
 def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> State:
@@ -63,6 +63,17 @@ def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Sta
         for index, values in state["state"].items()
     }
     return {**state, "state": placed}
+
+
+def follow_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor]) -> None:
+    """Make an optimizer update the parameters that `replaced` has in place of its own; its state goes with them."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    for parameter, values in state.items():
+        target = replaced.get(parameter, parameter)
+        optimizer.state[target] = {key: _place_like(value, target) for key, value in values.items()}
 
 
 def _indexed(optimizer: Optimizer) -> dict[int, Tensor]:

@@ -14,11 +14,14 @@ import ctypes
 import gc
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -93,12 +96,12 @@ class MemoryMeter:
         """Bytes at the last `mark_base`; None before it, or where the platform cannot say."""
         return self._base_bytes
 
-    def mark_base(self, module: nn.Module | None = None) -> None:
-        """Take the present use as the base, without the tensors of `module` that are on the device already."""
+    def mark_base(self, module: nn.Module | None = None, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Take the present use as the base, without tensors of `module` and `optimizers` that are on the device already."""
         release_free_memory()
         current = self._probe.current_bytes()
         if current is not None and module is not None:
-            current -= _module_bytes(module, self.device)
+            current -= _training_bytes(module, optimizers, self.device)
         self._base_bytes = current
 
     def reset_peak(self) -> None:
@@ -123,9 +126,12 @@ def release_free_memory() -> None:
             trim(0)
 
 
-def _module_bytes(module: nn.Module, device: torch.device) -> int:
-    """Bytes of the storages of parameters, their gradients and buffers that are on this kind of device."""
+def _training_bytes(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> int:
+    """Bytes of the storages of parameters, gradients, buffers and optimizer state that are on this kind of device."""
     tensors = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
+    tensors += [
+        value for optimizer in optimizers for value in tree_leaves(dict(optimizer.state)) if torch.is_tensor(value)
+    ]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -50,14 +50,21 @@ class Sharding:
                 self._shard(module.get_submodule(name), mesh, stage)
         self.root = ShardedModule(module)
         self._shard(self.root, mesh, stages[""])
-        for parameter in self._parameters.values():
-            # The user's code may still hold the original Parameter objects (they come back in `remove`); their memory
-            # must not stay.
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)
+
+    @property
+    def replaced(self) -> dict[Tensor, Tensor]:
+        """The sharded parameter in the place of each original one."""
+        now = dict(self.module.named_parameters(remove_duplicate=False))
+        return {original: now[name] for name, original in self._parameters.items()}
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh, stage: int) -> None:
-        _broadcast(_own_tensors(module), self._device)
+        originals = [p for p in module.parameters() if not isinstance(p, DTensor)]
+        _broadcast([*originals, *module.buffers()], self._device)
         sharded = fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3)
+        for parameter in originals:
+            # Optimizers and the user's code may hold the original Parameter objects (they come back in `remove`); their
+            # memory must not stay.
+            parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype, device=self._device), None
         if dist.get_backend(mesh.get_group()) == "gloo":
             sharded.set_custom_all_gather(AllGather())  # type: ignore[arg-type]  # the interface, without torch's private base
             sharded.set_custom_reduce_scatter(ReduceScatter())  # type: ignore[arg-type]
@@ -110,12 +117,6 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
     for name, value in module.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, dict):
             yield name, value
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers of `module` that no FSDP2 group manages yet."""
-    tensors: list[Tensor] = [p for p in module.parameters() if not isinstance(p, DTensor)]
-    return tensors + list(module.buffers())
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ Stretch = tuple[str, int, int, Call | None]  # block, first tick, end tick, its 
 def assemble(
     module: nn.Module, recordings: tuple[Recording, Recording], *, name: str, sizes: Sizes, input_bytes: tuple[int, int]
 ) -> OpGraph:
-    """The graph of the fake copy `module` from its recordings at two batch `sizes`.
+    """The graph of the copy `module` from its recordings at two batch `sizes`; with one size it holds for that alone.
 
     Raises CaptureError when the recordings differ in more than shapes.
     """
@@ -43,6 +43,10 @@ def assemble(
         timeline=tuple(_timeline(recordings, sizes, paths)),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         input_bytes=Amount.fit(sizes, input_bytes),
+        batch_scaling=sizes[0] != sizes[1],
+        unused=tuple(
+            name for name, p in module.named_parameters() if p.requires_grad and name not in recordings[0].with_gradient
+        ),
     )
 
 

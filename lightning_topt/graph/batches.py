@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_topt.graph.errors import WAY_OUT, CaptureError
-from lightning_topt.graph.fake import map_tensors, tensors_in
+from lightning_topt.graph.structures import map_tensors, tensors_in
 
 
 def batch_sizes(batch: Any, second_batch: Any | None) -> tuple[int, int]:
@@ -42,6 +42,12 @@ def batch_sizes(batch: Any, second_batch: Any | None) -> tuple[int, int]:
             f"{_shapes(leaves)} and {_shapes(others)}"
         )
     return pairs.pop()
+
+
+def common_size(batch: Any) -> int:
+    """Return the size of dimension 0 that all tensors of `batch` share, 1 where there is none."""
+    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()}
+    return max(sizes.pop(), 1) if len(sizes) == 1 else 1
 
 
 def fake_batch(batch: Any, *, samples: tuple[int, int], device: torch.device) -> Any:

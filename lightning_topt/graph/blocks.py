@@ -14,7 +14,8 @@ has (tied weights). Large: at least 5 % of the parameter bytes, or at least 10 %
 backward; without parameters only if recomputing it frees that much.
 
 Recomputable: called exactly once, its output needs a gradient, and it changes no tensor that is older than the call
-(running a module with running statistics or an in-place operator on its input again gives another result).
+(running a module with running statistics or an in-place operator on its input again gives another result). Modules that
+keep state in Python are found by a second call afterwards ([Note: second calls] in `second_calls`).
 """
 
 from __future__ import annotations

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
-import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_topt.graph.assemble import assemble
-from lightning_topt.graph.batches import batch_sizes, fake_batch
-from lightning_topt.graph.errors import WAY_OUT, CaptureError, annotate, explain
-from lightning_topt.graph.fake import fake_copy, tensors_in
+from lightning_topt.graph.batches import batch_sizes, common_size
+from lightning_topt.graph.errors import WAY_OUT, CaptureError, may_need_values
+from lightning_topt.graph.no_trace import no_trace
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.record import Recorder
 from lightning_topt.graph.recording import Recording
+from lightning_topt.graph.second_calls import find_recomputable
+from lightning_topt.graph.step_run import StepRun
 
-__all__ = ["CaptureError", "capture"]
+__all__ = ["CaptureError", "capture", "may_need_values"]
 
 
 def capture(
@@ -31,6 +29,8 @@ def capture(
     second_batch: Any | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
+    batch_scaling: bool = True,
+    real: bool = False,
 ) -> OpGraph:
     """The operator graph of one training step of `module`, a LightningModule with automatic optimization.
 
@@ -45,33 +45,69 @@ def capture(
         forward_context: makes a context around `training_step`, such as autocast.
         device: the type of device that will train. It decides which kernels run and what autocast casts; a type other
             than ``"cpu"`` needs such a device in this machine, but none of its memory.
+        batch_scaling: whether to learn how amounts grow with the batch. False captures one step of `batch` as it is, of
+            any structure, and the graph holds for batches of its size only.
+        real: run on real tensors, for steps that depend on values. Memory and time are those of a training step (without
+            gradients and optimizer state); parameters and buffers keep their values. Collectives of the step are real, so
+            every rank has to capture at the same time. `device` is then the one on which `module` and `batch` are, and
+            amounts scale only with a `second_batch`.
 
     Raises:
-        CaptureError: the step depends on values of tensors, uses an operator without a shape-only implementation, runs
-            other operators on a larger batch, returns no loss, has no trainable parameter, or the module optimizes
-            manually. The message names the operator, the line and a way out.
-        ValueError: this machine has no such `device`, or the module has lazy parameters.
-        Exception: whatever `training_step` itself raises.
+        CaptureError: the step depends on values of tensors or uses an operator without a shape-only implementation
+            (`needs_values` is then true); it runs other operators on a larger batch, returns no loss, has no trainable
+            parameter or lazy ones, or the module optimizes manually. The message names the operator, the line and a way
+            out.
+        ValueError: this machine has no such `device`, or the options contradict one another.
+        Exception: whatever `training_step` itself raises; see `may_need_values`.
     """
     _check(module)
     _check_device(torch.device(device))
+    _check_options(module, second_batch, batch_scaling=batch_scaling, real=real, device=torch.device(device))
+    step = StepRun(module, forward_context, torch.device(device), real)
+    with no_trace(module), torch.compiler.set_stance("force_eager"):
+        if not batch_scaling:
+            copied, recording, input_bytes = step.record(batch)
+            size = common_size(batch)
+            graph = assemble(
+                copied,
+                (recording, recording),
+                name=type(module).__name__,
+                sizes=(size, size),
+                input_bytes=(input_bytes, input_bytes),
+            )
+            return _with_second_calls(graph, step, batch, recording=recording)
+        return _capture_two_sizes(step, batch, second_batch)
+
+
+def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None) -> OpGraph:
     sizes = batch_sizes(batch, second_batch)
-    with _unchanged_random_state(), torch.compiler.set_stance("force_eager"):
-        run = partial(_run, module, forward_context=forward_context, device=torch.device(device))
-        # Each run: a batch, its samples, and how many to make of them.
-        small, large = (batch, sizes[0]), (batch, sizes[0]) if second_batch is None else (second_batch, sizes[1])
-        if sizes[0] == 1:
-            # A dimension of size one is special to operators (views instead of copies): capture larger batches.
-            small, sizes = large, (2, 4)
-        copied, first, first_bytes = run(small[0], samples=(small[1], sizes[0]))
-        _, second, second_bytes = run(large[0], samples=(large[1], sizes[1]))
-    return assemble(
+    # Each run: a batch, its samples, and how many to make of them.
+    small, large = (batch, sizes[0]), (batch, sizes[0]) if second_batch is None else (second_batch, sizes[1])
+    if sizes[0] == 1 and not step.real:
+        # A dimension of size one is special to operators (views instead of copies): capture larger batches.
+        small, sizes = large, (2, 4)
+    copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]))
+    _, second, second_bytes = step.record(large[0], samples=(large[1], sizes[1]))
+    graph = assemble(
         copied,
         (first, second),
-        name=type(module).__name__,
+        name=type(step.module).__name__,
         sizes=sizes,
         input_bytes=(first_bytes, second_bytes),
     )
+    return _with_second_calls(graph, step, small[0], recording=first, samples=(small[1], sizes[0]))
+
+
+def _with_second_calls(
+    graph: OpGraph, step: StepRun, batch: Any, *, recording: Recording, samples: tuple[int, int] = (1, 1)
+) -> OpGraph:
+    """The graph in which only blocks whose second call does what the first did are recomputable."""
+    candidates = [block.name for block in graph.blocks if block.recomputable]
+    if step.real and recording.has_collectives:
+        candidates = []  # ranks might differ in them, and would wait for one another
+    found = find_recomputable(step, batch, candidates=candidates, samples=samples)
+    blocks = [dataclasses.replace(block, recomputable=block.name in found) for block in graph.blocks]
+    return dataclasses.replace(graph, blocks=tuple(blocks))
 
 
 def _check(module: nn.Module) -> None:
@@ -84,77 +120,18 @@ def _check(module: nn.Module) -> None:
         raise CaptureError(f"{type(module).__name__} has no trainable parameters, so there is nothing to plan")
 
 
+def _check_options(
+    module: nn.Module, second_batch: Any, *, batch_scaling: bool, real: bool, device: torch.device
+) -> None:
+    if second_batch is not None and not batch_scaling:
+        raise ValueError("batch_scaling=False captures one batch; leave out second_batch")
+    if real and batch_scaling and second_batch is None:
+        raise ValueError("a real batch cannot be resized; pass a second_batch, or batch_scaling=False")
+    if real and (types := {p.device.type for p in module.parameters()}) != {device.type}:
+        raise ValueError(f"real=True runs where the parameters are, on {sorted(types)}; pass this as device")
+
+
 def _check_device(device: torch.device) -> None:
     # Without the device autograd does not raise, it ends the process.
     if device.type != "cpu" and not torch.get_device_module(device).is_available():
         raise ValueError(f"a capture for {device.type!r} needs such a device in this machine; capture for 'cpu' here")
-
-
-def _run(
-    module: nn.Module,
-    batch: Any,
-    *,
-    samples: tuple[int, int],
-    forward_context: Callable[[], AbstractContextManager[Any]],
-    device: torch.device,
-) -> tuple[nn.Module, Recording, int]:
-    """The fake copy, what it did with `batch` resized (see `fake_batch`), and the bytes of this batch."""
-    copied, mode = fake_copy(module, device=device)
-    with mode, torch.enable_grad():
-        inputs = fake_batch(batch, samples=samples, device=device)
-        leaves = list(tensors_in(inputs))
-        recorder = Recorder(copied, leaves)
-        try:
-            with recorder.forward(), forward_context():
-                output = _training_step(copied, inputs)
-            loss = _loss(output)
-            with recorder.backward(loss):
-                loss.backward()  # type: ignore[no-untyped-call]
-        except CaptureError:
-            raise
-        except Exception as error:
-            explained = explain(error, recorder.failed)
-            if explained is not None:
-                raise explained from error
-            annotate(error)
-            raise
-    return copied, recorder.recording, sum(tensor.nbytes for tensor in leaves)
-
-
-def _training_step(module: Any, batch: Any) -> Any:
-    parameters = inspect.signature(module.training_step).parameters
-    if "dataloader_iter" in parameters:
-        raise CaptureError(f"training_step(dataloader_iter) fetches its own batches, unknown before it runs. {WAY_OUT}")
-    takes_index = "batch_idx" in parameters or len(parameters) > 1
-    if not takes_index:
-        return module.training_step(batch)
-    return module.training_step(batch, batch_idx=0) if "batch_idx" in parameters else module.training_step(batch, 0)
-
-
-def _loss(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if not isinstance(loss, Tensor):
-        raise CaptureError(
-            f"training_step returned {type(output).__name__} without a loss; for a capture it has to return the loss "
-            f"tensor, or a dict with it under 'loss'. {WAY_OUT}"
-        )
-    if not loss.requires_grad or loss.numel() != 1:
-        raise CaptureError(
-            "the loss that training_step returned must be one number that depends on trainable parameters; it has "
-            f"shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}"
-        )
-    return loss
-
-
-@contextmanager
-def _unchanged_random_state() -> Iterator[None]:
-    """Give the generators of torch, numpy and Python their state back."""
-    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = list(range(torch.cuda.device_count())) if uses_cuda else []
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)

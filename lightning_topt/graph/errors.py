@@ -7,6 +7,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 from torch._subclasses import fake_tensor
@@ -28,7 +29,22 @@ FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
 
 
 class CaptureError(ValueError):
-    """The module's training step cannot be captured; the message says why, where, and what to do instead."""
+    """The module's training step cannot be captured; the message says why, where, and what to do instead.
+
+    `needs_values`: a capture on real tensors (``capture(real=True)``) may succeed.
+    """
+
+    def __init__(self, message: str, *, needs_values: bool = False) -> None:
+        super().__init__(message)
+        self.needs_values = needs_values
+
+
+def may_need_values(error: BaseException) -> bool:
+    """Return whether a capture on fake tensors that raised `error` may succeed on real ones.
+
+    True also for exceptions of the user's own that the step raised under fake tensors: they may be a consequence.
+    """
+    return bool(getattr(error, "needs_values", False))
 
 
 def explain(error: Exception, failed: object) -> CaptureError | None:
@@ -47,19 +63,25 @@ def explain(error: Exception, failed: object) -> CaptureError | None:
                 reason = "the shape of its result depends on values, and the capture knows shapes only"
             else:
                 reason = "it has no shape-only (fake tensor) implementation"
-            return CaptureError(f"operator {operator} cannot be captured: {reason}.\n{user_line(cause)}{WAY_OUT}")
+            return CaptureError(
+                f"operator {operator} cannot be captured: {reason}.\n{user_line(cause)}{WAY_OUT}", needs_values=True
+            )
         if isinstance(cause, (RuntimeError, TypeError)) and any(text in str(cause) for text in FAKE_MESSAGES):
             return CaptureError(
                 f"the training step reads the values of a tensor ({str(cause).splitlines()[0]}), and the capture knows "
-                f"shapes only.\n{user_line(cause)}{WAY_OUT}"
+                f"shapes only.\n{user_line(cause)}{WAY_OUT}",
+                needs_values=True,
             )
     return None
 
 
-def annotate(error: Exception) -> None:
+def annotate(error: Exception, *, real: bool) -> None:
     """Say on the user's own exception that the capture was running (Python 3.11 has the means)."""
+    with suppress(AttributeError):  # an exception with slots
+        error.needs_values = not real  # type: ignore[attr-defined]
     if hasattr(error, "add_note"):
-        error.add_note(f"raised while lightning_topt ran training_step on fake tensors to capture it. {WAY_OUT}")
+        tensors = "a copy of the module" if real else "fake tensors"
+        error.add_note(f"raised while lightning_topt ran training_step on {tensors} to capture it. {WAY_OUT}")
 
 
 def user_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_topt.graph.op_graph import Kernel
+from lightning_topt.graph.replayable import is_replayable
 
 Frozen = Any  # nested tuples: hashable arguments
 
@@ -37,6 +38,8 @@ ALLOCATIONS = {
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
     *("aten::new_empty", "aten::new_empty_strided"),
 }
+# Compute nothing.
+QUERIES = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,6 @@ def is_view(func: OpOverload) -> bool:
         return True
     aliases = [result.alias_info for result in schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-
-
-@functools.cache
-def written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """(position, name) of the arguments that `func` writes to."""
-    return tuple(
-        (index, argument.name)
-        for index, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
 
 
 def freeze(value: Any, tensors: list[Tensor]) -> Frozen:
@@ -124,14 +117,17 @@ def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
     """A function that makes the call of `kernel` on `device`, on tensors of the same shape, stride and dtype.
 
     Floating-point tensors are uniform in [0, 1), all others zero, which is a valid index and mask. A call with random
-    numbers uses the device's generator. Raises ValueError when the operator is not known here, or has an argument that
-    cannot be made again; the function raises it when the operator does not exist for `device`.
+    numbers uses the device's generator. Raises ValueError when the operator is not known here, might misread invented
+    values (see `is_replayable`), or has an argument that cannot be made again; the function raises it when the operator
+    does not exist for `device`.
     """
     namespace, name, overload = kernel.name.split(".")
     try:
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError:
         raise ValueError(f"operator {kernel.name} is unknown in this process; import the library it is from") from None
+    if not is_replayable(func):
+        raise ValueError(f"operator {kernel.name} is not called on invented arguments, which it might misread")
     target = torch.device(device)
     args = [_revive(value, target) for value in kernel.arguments["args"]]
     kwargs = {key: _revive(value, target) for key, value in kernel.arguments["kwargs"].items()}
@@ -198,7 +194,7 @@ def _touched(tensor: Tensor) -> int:
 
 def _tensors(out: Any) -> Iterator[Tensor]:
     for item in out if isinstance(out, (list, tuple)) else (out,):
-        if isinstance(item, Tensor):
+        if isinstance(item, Tensor) and item.layout is torch.strided:
             yield item
 
 

@@ -11,6 +11,8 @@ The ZeRO stages (Rajbhandari et al., arXiv 1910.02054, section 5) are points of 
 
 from __future__ import annotations
 
+import re
+import reprlib
 from dataclasses import dataclass
 
 
@@ -33,15 +35,16 @@ class Shard:
 
 
 Placement = Replicate | Shard
+_SHARD = re.compile(r"shard\(([0-9]{1,3})\)")
 
 
-def parse_placement(text: str) -> Placement:
+def parse_placement(text: object) -> Placement:
     """Read ``"replicate"`` or ``"shard(0)"``. Raises ValueError on anything else."""
     if text == "replicate":
         return Replicate()
-    if text.startswith("shard(") and text.endswith(")") and text[6:-1].isdigit():
-        return Shard(int(text[6:-1]))
-    raise ValueError(f"{text!r} is not a placement; write 'replicate' or 'shard(0)'")
+    if isinstance(text, str) and (found := _SHARD.fullmatch(text)):
+        return Shard(int(found[1]))
+    raise ValueError(f"{reprlib.repr(text)} is not a placement; write 'replicate' or 'shard(0)'")
 
 
 @dataclass(frozen=True)

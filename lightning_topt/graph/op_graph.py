@@ -162,7 +162,10 @@ class OpGraph:
     """One training step of `model`: operators, who feeds whom, parameters, blocks and the memory timeline.
 
     `ops` are in execution order; `timeline` in forward order, the backward pass runs through it in reverse.
-    `buffer_bytes` are the module's buffers, `input_bytes` the batch. Raises ValueError when the parts contradict.
+    `buffer_bytes` are the module's buffers, `input_bytes` the batch. `batch_scaling` says whether amounts are known for
+    other batches than those of `batch_size` samples; without it they are constants, and `batch_size` may be 1 for a batch
+    whose size is unknown. `unused` are the trainable parameters that the step gave no gradient. Raises ValueError when
+    the parts contradict.
     """
 
     model: str
@@ -174,6 +177,8 @@ class OpGraph:
     timeline: tuple[Segment, ...]
     buffer_bytes: int
     input_bytes: Amount
+    batch_scaling: bool = True
+    unused: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [op.name for op in self.ops]
@@ -229,6 +234,8 @@ class OpGraph:
             ),
             buffer_bytes=data["buffer_bytes"],
             input_bytes=Amount(**data["input_bytes"]),
+            batch_scaling=data.get("batch_scaling", True),
+            unused=tuple(data.get("unused", ())),
         )
 
 

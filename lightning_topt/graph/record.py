@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,17 +14,14 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_topt.graph.errors import WAY_OUT, CaptureError
-from lightning_topt.graph.fake import tensors_in
-from lightning_topt.graph.kernels import ALLOCATIONS, Frozen, Measured, freeze, is_view, measure, written_arguments
+from lightning_topt.graph.collective_ops import is_collective, run_collective
+from lightning_topt.graph.kernels import ALLOCATIONS, QUERIES, Frozen, Measured, freeze, is_view, measure
+from lightning_topt.graph.real import Backups
 from lightning_topt.graph.recording import OUTSIDE, Call, OpRecord, Recording, Shape, Storage
+from lightning_topt.graph.structures import tensors_in
+from lightning_topt.graph.writes import is_strided, written_tensors
 
-# Queries that compute nothing.
-IGNORED = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel"}
-COLLECTIVES = {"c10d", "_c10d_functional"}
 SUM_OF_GRADIENTS = "aten::add"
-# Their schema does not say that they update running statistics (arguments 3 and 4) when training (argument 5).
-BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
 
 class _Frame:
@@ -37,24 +35,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it inside the fake mode, run the forward pass, then the backward pass within `backward`; see `recording`.
 
     Args:
-        module: the fake copy that will run; hooks are put on its submodules and its parameters.
+        module: the copy that will run; hooks are put on its submodules and its parameters.
         outside: further tensors that exist before the pass (the batch).
+        backups: keeps what the pass on real tensors writes to and others own; None for fake tensors. With it collectives
+            are real, and gradients are released as soon as they are complete.
 
     An autograd node carries a sequence number, counted up by the thread that makes it. The numbers given out since the
     last low-level call belong to the operator of this call; so a node of the backward pass finds its operator.
     """
 
-    def __init__(self, module: nn.Module, outside: Iterable[Tensor]) -> None:
+    def __init__(self, module: nn.Module, outside: Iterable[Tensor], *, backups: Backups | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.failed: OpOverload | None = None
+        self._backups = backups
         self._is_backward = False
         self._live: dict[int, Storage] = {}
         self._references: dict[int, Any] = {}
         # Held so that no address of theirs is used again.
         self._outside = [*module.parameters(), *module.buffers(), *outside]
-        self._outside_ids = {tensor.untyped_storage()._cdata for tensor in self._outside}
-        self._parameters = {p.untyped_storage()._cdata: name for name, p in reversed(list(module.named_parameters()))}
+        self._outside_ids = {tensor.untyped_storage()._cdata for tensor in self._outside if is_strided(tensor)}
+        self._parameters = {
+            p.untyped_storage()._cdata: name for name, p in reversed(list(module.named_parameters())) if is_strided(p)
+        }
+        copied = (t for t in (*module.buffers(), *outside) if is_strided(t))
+        self._own = {tensor.untyped_storage()._cdata for tensor in copied} - self._parameters.keys()
         self._measured: dict[Frozen, Measured] = {}
         self._counts: Counter[str] = Counter()
         self._frames: list[_Frame] = []
@@ -92,9 +97,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 is_leaf = next(submodule.children(), None) is None
                 submodule.register_forward_pre_hook(self._enter(path, is_leaf), prepend=True, with_kwargs=True)
                 submodule.register_forward_hook(self._exit(path), with_kwargs=True)
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))  # type: ignore[no-untyped-call]
 
     def _enter(self, path: str, is_leaf: bool) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -126,27 +131,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return hook
 
-    def _accumulated(self, parameter: Tensor) -> None:
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            todo = [self._live.get(parameter.grad.untyped_storage()._cdata)]
+            self.recording.with_gradient.add(name)
+            todo: list[Storage | None] = [*self._storages(parameter.grad)]
             while todo:
                 storage = todo.pop()
                 if storage is not None and not storage.is_gradient:
                     storage.is_gradient = True
                     todo += storage.parts
+            if self._backups is not None:
+                parameter.grad = None
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` on the fake tensors and record it."""
+        """Run `func` and record it."""
         kwargs = kwargs or {}
-        if func._schema.name in IGNORED:
+        if func._schema.name in QUERIES:
             return func(*args, **kwargs)
-        if func.namespace in COLLECTIVES:
-            raise CaptureError(f"the training step calls the collective {func}, which waits for other ranks. {WAY_OUT}")
         index = self._backward_op() if self._is_backward else self._forward_op(func)
         self.failed = func
-        out = func(*args, **kwargs)
+        self._keep(func, args, kwargs)
+        if is_collective(func):
+            self.recording.has_collectives = True
+            out = run_collective(func, args, kwargs, real=self._backups is not None)
+        else:
+            out = func(*args, **kwargs)
         self.failed = None
         if is_view(func):
             op = self.recording.ops[index]
@@ -202,7 +213,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = (func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors))
         kernel = self._measured.get(key)
         if kernel is None:
-            kernel = self._measured[key] = measure(func, args, kwargs, out)
+            kernel = self._measured[key] = (
+                _no_compute(func) if is_collective(func) else measure(func, args, kwargs, out)
+            )
         record, op, tick = self.recording, self.recording.ops[index], len(self.recording.kernel_ops)
         if func._schema.name not in ALLOCATIONS:
             (op.backward if self._is_backward else op.forward).append(kernel)
@@ -231,18 +244,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if source.op != index:
                 self.recording.edges.setdefault((source.op, index), source.shape)
 
+    def _keep(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        """Back up what `func` is going to write to, if it is not of this recording."""
+        if self._backups is not None:
+            foreign = (t for t in written_tensors(func, args, kwargs) if t.untyped_storage()._cdata not in self._own)
+            self._backups.before_write(t for t in foreign if t.untyped_storage()._cdata not in self._live)
+
     def _write(self, index: int, func: OpOverload, args: Any, kwargs: Any) -> None:
-        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in written_arguments(func)]
-        if func._schema.name in BATCH_NORMS and args[5]:
-            written += args[3:5]
-        for tensor in tensors_in(written):
+        for tensor in written_tensors(func, args, kwargs):
             storage = self._live.get(tensor.untyped_storage()._cdata)
             self.recording.writes.append((len(self.recording.kernel_ops), storage.born if storage else OUTSIDE))
             if storage is not None:
                 storage.op, storage.shape = index, _shape(tensor)
 
     def _track(self, tensor: Tensor, tick: int, op: int, parts: tuple[Storage, ...]) -> None:
-        if tensor.layout is not torch.strided:
+        if not is_strided(tensor):
             return
         memory = tensor.untyped_storage()
         address = memory._cdata
@@ -259,7 +275,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references[address] = weakref.ref(memory, freed)
 
     def _storages(self, value: Any) -> list[Storage]:
-        found = {t.untyped_storage()._cdata: None for t in tensors_in(value) if t.layout is torch.strided}
+        found = {t.untyped_storage()._cdata: None for t in tensors_in(value) if is_strided(t)}
         return [self._live[address] for address in found if address in self._live]
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -275,6 +291,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _claim_saved(self, op: int) -> None:
         while self._unclaimed:
             self.recording.ops[op].saved_bytes += self._unclaimed.pop().bytes
+
+
+def _no_compute(func: OpOverload) -> Measured:
+    return Measured(str(func), {"args": [], "kwargs": {}}, 0.0, 0.0)
 
 
 def _shape(tensor: Tensor) -> Shape:

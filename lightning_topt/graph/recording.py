@@ -61,7 +61,10 @@ class Call:
 
 @dataclass(eq=False)
 class Recording:
-    """A whole step. `kernel_ops`: operator of each tick. `writes`: (tick, birth) of every tensor changed in place."""
+    """A whole step. `kernel_ops`: operator of each tick. `writes`: (tick, birth) of every tensor changed in place.
+
+    `with_gradient`: names of the parameters that the backward pass gave a gradient.
+    """
 
     ops: list[OpRecord] = field(default_factory=list)
     edges: dict[tuple[int, int], Shape] = field(default_factory=dict)
@@ -70,6 +73,8 @@ class Recording:
     kernel_ops: list[int] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)
     backward_start: int = 0
+    with_gradient: set[str] = field(default_factory=set)
+    has_collectives: bool = False
 
     @cached_property
     def live_bytes(self) -> NDArray[np.int64]:

@@ -1,6 +1,7 @@
 """Choosing one plan from a frontier, and saying why: least time, least memory, or fewest devices, within the limits.
 
 The three are the user modes of TensorOpt (arXiv 2004.10856, section 5): mini-time, and mini-parallelism for ``"devices"``.
+Predictions have errors, so among the plans that are as good as the best up to that error the simplest one is chosen.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_topt.costs.plain_values import names, number, one_line, parse_json, shown, whole
 from lightning_topt.costs.units import format_bytes, format_seconds
 from lightning_topt.plan.gradient_exchange import describe_exchange, is_lossy
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 
 SCHEMA_VERSION = 1
 OBJECTIVES = ("time", "memory", "devices")
+TIME_ERROR = (
+    0.15  # share by which predicted times may be wrong: plans closer to one another than this count as equally fast
+)
+MEMORY_ERROR = 0.01  # the same for memory, where it is the objective; errors of similar plans are alike, so it is small
 
 
 class NoPlanFitsError(ValueError):
@@ -39,7 +45,8 @@ class PlanFrontier:
     """All plans that no other plan for the same number of devices beats in both time and memory, by devices and memory.
 
     `exact` says whether the search proves that; where not, no plan is better than one of these by more than the share
-    `error_bound` in both. `frontier.json` holds exactly these fields (docs/schemas.md).
+    `error_bound` in both. `uniform` are plans that treat all blocks alike, whether others beat them or not: a choice may
+    prefer them (see `choose`). `frontier.json` holds exactly these fields (docs/schemas.md).
     """
 
     points: tuple[PlanPoint, ...]
@@ -47,12 +54,23 @@ class PlanFrontier:
     capture_seconds: float
     search_seconds: float
     error_bound: float = 0.0
+    uniform: tuple[PlanPoint, ...] = ()
+
+    @property
+    def candidates(self) -> tuple[PlanPoint, ...]:
+        """All plans that may be chosen: those of the frontier, then the uniform ones that are not on it."""
+        return (*self.points, *(point for point in self.uniform if point not in self.points))
+
+    def shown_with(self, chosen: PlanPoint) -> tuple[PlanPoint, ...]:
+        """The points to show: those of the frontier, and the chosen one where it is not among them."""
+        return self.points if chosen in self.points else (*self.points, chosen)
 
     @classmethod
     def of(
         cls,
         points: Iterable[PlanPoint],
         *,
+        uniform: Iterable[PlanPoint] = (),
         capture_seconds: float = 0.0,
         search_seconds: float = 0.0,
         error_bound: float = 0.0,
@@ -63,31 +81,63 @@ class PlanFrontier:
             last = kept[-1] if kept and kept[-1].devices == point.devices else None
             if last is None or point.step_seconds < last.step_seconds:
                 kept.append(point)
-        return cls(tuple(kept), error_bound == 0, capture_seconds, search_seconds, error_bound)
+        return cls(tuple(kept), error_bound == 0, capture_seconds, search_seconds, error_bound, tuple(uniform))
 
     def to_json(self) -> str:
         """As `frontier.json` holds it."""
-        points = [{**vars(point), "plan": point.plan.to_dict()} for point in self.points]
-        return json.dumps({"schema_version": SCHEMA_VERSION, **vars(self), "points": points}, indent=1)
+        lists = {"points": self.points, "uniform": self.uniform}
+        plain = {key: [{**vars(p), "plan": p.plan.to_dict()} for p in points] for key, points in lists.items()}
+        return json.dumps({"schema_version": SCHEMA_VERSION, **vars(self), **plain}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> PlanFrontier:
-        """Read what `to_json` wrote. Raises ValueError on another schema version."""
-        data: dict[str, Any] = json.loads(text)
-        if data.pop("schema_version", None) != SCHEMA_VERSION:
-            raise ValueError(f"this frontier was not written by schema version {SCHEMA_VERSION}; run `topt plan` again")
-        points = [{**point, "plan": ParallelPlan.from_dict(point["plan"])} for point in data.pop("points")]
-        return cls(points=tuple(PlanPoint(**point) for point in points), **data)
+        """Read what `to_json` wrote. Raises PlanError, also on another schema version."""
+        try:
+            return _read_frontier(parse_json(text))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise PlanError(f"cannot read the frontier: {one_line(error)}") from error
 
     def save(self, path: str | Path) -> None:
         """Write `to_json` to a file."""
         Path(path).write_text(self.to_json() + "\n")
 
 
+def _read_frontier(data: Any) -> PlanFrontier:
+    if not isinstance(data, dict):
+        raise ValueError(f"it is a mapping, got {type(data).__name__}")
+    if type(data.get("schema_version")) is not int or data.pop("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"it was not written by schema version {SCHEMA_VERSION}; run `topt plan` again")
+    known = {field.name for field in dataclasses.fields(PlanFrontier)}
+    if wrong := set(data) ^ (known | {"uniform"} if "uniform" in data else known - {"uniform"}):
+        raise ValueError(f"the entries {names(wrong)} are unknown or missing")
+    if not isinstance(data.pop("exact"), bool):
+        raise ValueError("exact must be true or false")
+    lists = {key: _read_points(data.pop(key, ()), name=key) for key in ("points", "uniform")}
+    seconds = {key: number(value, name=key) for key, value in data.items()}
+    return PlanFrontier(exact=seconds["error_bound"] == 0, **lists, **seconds)  # type: ignore[arg-type]
+
+
+def _read_points(entries: Any, *, name: str) -> tuple[PlanPoint, ...]:
+    if not isinstance(entries, list | tuple) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{name} must be a list of mappings")
+    fields = {"step_seconds", "peak_bytes", "devices", "plan"}
+    if any(set(entry) != fields for entry in entries):
+        raise ValueError(f"each of {name} has the entries {sorted(fields)}")
+    return tuple(
+        PlanPoint(
+            number(entry["step_seconds"], name="step_seconds"),
+            number(entry["peak_bytes"], name="peak_bytes"),
+            whole(entry["devices"], name="devices"),
+            ParallelPlan.from_dict(entry["plan"]),
+        )
+        for entry in entries
+    )
+
+
 def check_objective(objective: str, *, allowed: Sequence[str] = OBJECTIVES) -> None:
     """Raise ValueError unless `objective` is one of `allowed`."""
     if objective not in allowed:
-        raise ValueError(f"objective must be one of {', '.join(allowed)}; got {objective!r}")
+        raise ValueError(f"objective must be one of {', '.join(allowed)}; got {shown(objective)}")
 
 
 def choose(
@@ -97,14 +147,21 @@ def choose(
     memory_limit: float | None = None,
     devices: int | None = None,
     memory_margin: float = 0.05,
+    time_error: float = TIME_ERROR,
 ) -> PlanPoint:
-    """The point that is best by `objective` within the limits; its plan's `reason` says why, and what its neighbours cost.
+    """The simplest point that is as good as the best by `objective`; its plan's `reason` says why, and what others cost.
+
+    Simple means, in this order: gradients travel whole, parameters are whole, blocks are alike, nothing is recomputed, a
+    low ZeRO level, few blocks that deviate. Plans with equally many devices are compared.
 
     Args:
-        objective: ``"time"``: least time; ``"memory"``: least memory; ``"devices"``: fewest devices, then least time.
+        points: `PlanFrontier.candidates`, or any others.
+        objective: ``"time"``: least time; ``"memory"``: least memory (up to 1 %); ``"devices"``: fewest devices, then least
+            time.
         memory_limit: bytes per device, or None.
         devices: consider plans for this number of devices only.
         memory_margin: a plan fits when ``peak_bytes * (1 + memory_margin) <= memory_limit``.
+        time_error: plans up to this share slower than the fastest count as equally fast.
 
     Raises ValueError for an unknown objective and for a number of devices without plans, NoPlanFitsError when nothing fits.
     """
@@ -117,14 +174,47 @@ def choose(
     if not fitting:
         assert memory_limit is not None
         raise NoPlanFitsError(_why_none_fits(candidates, memory_limit, memory_margin))
-    keys = {
-        "time": lambda p: (p.step_seconds, p.peak_bytes, p.devices),
-        "memory": lambda p: (p.peak_bytes, p.step_seconds, p.devices),
-        "devices": lambda p: (p.devices, p.step_seconds, p.peak_bytes),
-    }
-    chosen = min(fitting, key=keys[objective])
-    reason = _why(chosen, candidates, objective=objective, memory_limit=memory_limit, memory_margin=memory_margin)
-    return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, reason=reason))
+    cost, error = (_by_memory, MEMORY_ERROR) if objective == "memory" else (_by_time, time_error)
+    best = min(fitting, key=lambda p: (p.devices if objective == "devices" else 0, cost(p), p.devices))
+    equal = [p for p in fitting if p.devices == best.devices and cost(p)[0] <= cost(best)[0] * (1 + error)]
+    chosen = min(equal, key=lambda p: (_complexity(p.plan), cost(p)))
+    reason = "; ".join(
+        [
+            _why(chosen, best, objective=objective, memory_limit=memory_limit, error=error),
+            *_neighbours(chosen, candidates, memory_limit=memory_limit, memory_margin=memory_margin),
+        ]
+    )
+    return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, reason=f"{reason}."))
+
+
+def _by_time(point: PlanPoint) -> tuple[float, float]:
+    return point.step_seconds, point.peak_bytes
+
+
+def _by_memory(point: PlanPoint) -> tuple[float, float]:
+    return point.peak_bytes, point.step_seconds
+
+
+def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
+    """Smaller is simpler; whole numbers that do not depend on any prediction, so that noise moves no choice between equals."""
+    exchange = plan.gradient_exchange
+    named = [block.config for block in plan.blocks if block.block]
+    levels = [block.config.zero_stage for block in plan.blocks]
+    kinds = {(config.zero_stage, config.recompute) for config in named}
+    if (
+        not plan.is_sharded
+    ):  # the block "" cannot recompute, and is ZeRO 2 in plans that shard: only in others it can deviate
+        kinds |= {(level, False) for level in set(levels) - {config.zero_stage for config in named}}
+    recomputed = sum(config.recompute for config in named)
+    return (
+        0 if exchange is None else 1 + is_lossy(exchange),
+        int(plan.is_sharded),
+        len(kinds),
+        int(recomputed > 0),
+        max(levels),
+        recomputed,
+        sum(levels),
+    )
 
 
 def _why_none_fits(points: Sequence[PlanPoint], memory_limit: float, memory_margin: float) -> str:
@@ -139,26 +229,45 @@ def _why_none_fits(points: Sequence[PlanPoint], memory_limit: float, memory_marg
     )
 
 
-def _why(
-    chosen: PlanPoint,
-    points: Sequence[PlanPoint],
-    *,
-    objective: str,
-    memory_limit: float | None,
-    memory_margin: float,
-) -> str:
-    best = {
-        "time": "The fastest step",
-        "memory": "The least memory",
-        "devices": "The fewest devices, and their fastest step",
+def _why(chosen: PlanPoint, best: PlanPoint, *, objective: str, memory_limit: float | None, error: float) -> str:
+    """The first sentence: what the plan is the best of, and what it costs."""
+    limit = "" if memory_limit is None else f" that fits into a limit of {format_bytes(memory_limit)} per device"
+    costs = (
+        f": {format_seconds(chosen.step_seconds)} and {format_bytes(chosen.peak_bytes)} predicted on "
+        f"{chosen.devices} device(s)"
+    )
+    if chosen is best:
+        words = {
+            "time": f"The fastest step{limit}",
+            "memory": f"The least memory of any plan{limit}",
+            "devices": f"The fewest devices with a plan{limit}, and their fastest step",
+        }
+        return words[objective] + costs
+    words = {
+        "time": f"As fast as any plan{limit}",
+        "memory": f"As small as any plan{limit}",
+        "devices": f"The fewest devices with a plan{limit}, as fast as any of theirs",
     }
-    within = "" if memory_limit is None else f" within {format_bytes(memory_limit)} per device"
-    sentences = [
-        f"{best[objective]}{within}: {format_seconds(chosen.step_seconds)} and {format_bytes(chosen.peak_bytes)} "
-        f"predicted on {chosen.devices} device(s)"
-    ]
+    simplest = f", within the prediction's error of {100 * error:g} %, and the simplest of these"
+    if objective == "memory":
+        saved = (
+            f"the smallest ({best.plan.summary()}) saves {_percent(best.peak_bytes, chosen.peak_bytes)} of the memory"
+        )
+    else:
+        saved = (
+            f"the fastest ({best.plan.summary()}) saves {_percent(best.step_seconds, chosen.step_seconds)} of the time"
+        )
+    return f"{words[objective]}{simplest}{costs}; {saved}"
+
+
+def _neighbours(
+    chosen: PlanPoint, points: Sequence[PlanPoint], *, memory_limit: float | None, memory_margin: float
+) -> list[str]:
+    """Sentences on the plans beside it on the frontier, and on what compression buys."""
+    sentences = []
     peers = sorted((p for p in points if p.devices == chosen.devices), key=lambda p: p.peak_bytes)
-    faster = next((p for p in peers if p.step_seconds < chosen.step_seconds), None)
+    larger = [p for p in peers if p.peak_bytes >= chosen.peak_bytes]
+    faster = next((p for p in larger if p.step_seconds < chosen.step_seconds), None)
     smaller = next((p for p in reversed(peers) if p.peak_bytes < chosen.peak_bytes), None)
     if faster is not None:
         needed = faster.peak_bytes * (1 + memory_margin)
@@ -169,13 +278,12 @@ def _why(
         )
     if smaller is not None:
         saved = format_bytes(chosen.peak_bytes - smaller.peak_bytes)
-        sentences.append(
-            f"the next smaller plan ({smaller.plan.summary()}) saves {saved} and is "
-            f"{_percent(chosen.step_seconds, smaller.step_seconds, of=chosen.step_seconds)} slower"
-        )
+        change = (smaller.step_seconds - chosen.step_seconds) / chosen.step_seconds
+        pace = f"is {100 * change:.1f} % slower" if change >= 0 else f"{100 * -change:.1f} % of the time"
+        sentences.append(f"the next smaller plan ({smaller.plan.summary()}) saves {saved} and {pace}")
     if exchange := _why_compressed(chosen, peers):
         sentences.append(exchange)
-    return "; ".join(sentences) + "."
+    return sentences
 
 
 def _why_compressed(chosen: PlanPoint, peers: Sequence[PlanPoint]) -> str:
@@ -190,5 +298,5 @@ def _why_compressed(chosen: PlanPoint, peers: Sequence[PlanPoint]) -> str:
     return words
 
 
-def _percent(low: float, high: float, *, of: float | None = None) -> str:
-    return f"{100 * (high - low) / (high if of is None else of):.1f} %"
+def _percent(low: float, high: float) -> str:
+    return f"{100 * (high - low) / high:.1f} %"

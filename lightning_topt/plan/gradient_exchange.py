@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_topt.communication.options import READ_BY, ExchangeOptions
+from lightning_topt.costs.plain_values import names, shown
 
 ENTRIES = (
     *("method", "density", "hierarchical", "value_dtype", "error_feedback"),
@@ -37,9 +38,9 @@ def exchange_to_dict(options: ExchangeOptions) -> dict[str, Any]:
 def exchange_from_dict(data: Any) -> ExchangeOptions:
     """Read what `exchange_to_dict` wrote, or a part of it. Raises ValueError that names the wrong entry."""
     if not isinstance(data, Mapping):
-        raise ValueError(f"must be a mapping such as {{method: topk, density: 0.01}}, got {data!r}")
-    if unknown := sorted(str(name) for name in set(data) - set(ENTRIES)):
-        raise ValueError(f"unknown entries {unknown}; known are {', '.join(ENTRIES)}")
+        raise ValueError(f"must be a mapping such as {{method: topk, density: 0.01}}, got {shown(data)}")
+    if unknown := set(data) - set(ENTRIES):
+        raise ValueError(f"unknown entries {names(unknown)}; known are {', '.join(ENTRIES)}")
     for field in fields(ExchangeOptions):
         if field.name in data:
             _check_type(field.name, data[field.name], field.default)
@@ -78,4 +79,4 @@ def _check_type(name: str, value: Any, default: Any) -> None:
     if isinstance(default, tuple):
         right = right and all(isinstance(item, str) for item in value)
     if not right:
-        raise ValueError(f"{name} must be of the kind of {default!r}, got {value!r}")
+        raise ValueError(f"{name} must be of the kind of {default!r}, got {shown(value)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,17 @@ from typing import Any
 import yaml
 
 from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.costs.plain_values import (
+    check_plain,
+    names,
+    number,
+    one_line,
+    parse_yaml,
+    read_text,
+    shown,
+    text,
+    whole,
+)
 from lightning_topt.graph.op_config import OpConfig, parse_placement
 from lightning_topt.plan.gradient_exchange import (
     check_exchange,
@@ -71,8 +82,7 @@ class ParallelPlan:
             raise PlanError("a block appears twice in the plan")
         if "" not in names:
             raise PlanError('the plan lacks the block "" (everything outside the named blocks)')
-        if self.data_parallel_size < 1:
-            raise PlanError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
+        _checked(whole, self.data_parallel_size, name="data_parallel_size")
         stages = {block.config.zero_stage for block in self.blocks}
         if stages & {0, 1} and stages & {2, 3}:
             raise PlanError(
@@ -140,30 +150,12 @@ class ParallelPlan:
     @classmethod
     def from_dict(cls, data: Any) -> ParallelPlan:
         """Read what `to_dict` wrote. Raises PlanError that names the wrong entry."""
-        if not isinstance(data, dict):
-            raise PlanError(f"a plan is a mapping, got {type(data).__name__}")
-        if data.get("version") != VERSION:
-            raise PlanError(f"version is {data.get('version')!r}; this release reads plans of version {VERSION}")
-        known = {f.name for f in dataclasses.fields(cls)} | {"version"}
-        if unknown := sorted(set(data) - known):
-            raise PlanError(f"unknown entries {unknown}; known are {sorted(known)}")
         try:
-            predicted = data.get("predicted")
-            return cls(
-                data_parallel_size=_integer(data, "data_parallel_size"),
-                blocks=tuple(_block(entry, index) for index, entry in enumerate(data["blocks"])),
-                model=data.get("model") or "",
-                fingerprint=data.get("fingerprint"),
-                batch_size=None if data.get("batch_size") is None else _integer(data, "batch_size"),
-                cluster=data.get("cluster") or "",
-                predicted=Prediction(**predicted) if predicted else None,
-                reason=data.get("reason") or "",
-                gradient_exchange=_exchange(data.get("gradient_exchange")),
-            )
-        except KeyError as error:
-            raise PlanError(f"the entry {error} is missing") from error
-        except TypeError as error:
-            raise PlanError(f"an entry has the wrong type: {error}") from error
+            return _read(data)
+        except PlanError:
+            raise
+        except (ValueError, TypeError, OverflowError) as error:
+            raise PlanError(one_line(error)) from error
 
     def to_yaml(self) -> str:
         """The plan as YAML text."""
@@ -173,10 +165,9 @@ class ParallelPlan:
     def from_yaml(cls, text: str) -> ParallelPlan:
         """Read a plan from YAML text. Raises PlanError that says what is wrong."""
         try:
-            data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise PlanError(f"not YAML: {error}") from error
-        return cls.from_dict(data)
+            return cls.from_dict(parse_yaml(text))
+        except ValueError as error:
+            raise PlanError(one_line(error)) from error
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a YAML file."""
@@ -186,9 +177,9 @@ class ParallelPlan:
     def load(cls, path: str | Path) -> ParallelPlan:
         """Read a plan file. Raises PlanError that names the file and what is wrong with it."""
         try:
-            return cls.from_yaml(Path(path).read_text())
-        except (PlanError, OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot read the plan {path}: {error}") from error
+            return cls.from_yaml(read_text(path))
+        except (ValueError, OSError) as error:
+            raise PlanError(f"cannot read the plan {shown(str(path))}: {one_line(error)}") from error
 
 
 def uniform_plan(
@@ -200,30 +191,71 @@ def uniform_plan(
     return ParallelPlan(data_parallel_size=data_parallel_size, blocks=(*named, rest))
 
 
-def _integer(data: dict[str, Any], key: str) -> int:
-    value = data[key]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise PlanError(f"{key} must be a whole number, got {value!r}")
-    return value
+def _checked(check: Callable[..., Any], value: Any, **options: Any) -> Any:
+    try:
+        return check(value, **options)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+
+
+def _read(data: Any) -> ParallelPlan:
+    """A plan from plain values. Raises ValueError that names the wrong entry."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a plan is a mapping, got {type(data).__name__}")
+    check_plain(data)
+    if type(data.get("version")) is not int or data["version"] != VERSION:
+        raise ValueError(f"version is {shown(data.get('version'))}; this release reads plans of version {VERSION}")
+    known = {f.name for f in dataclasses.fields(ParallelPlan)} | {"version"}
+    if unknown := set(data) - known:
+        raise ValueError(f"unknown entries {names(unknown)}; known are {sorted(known)}")
+    if missing := [name for name in ("data_parallel_size", "blocks") if data.get(name) is None]:
+        raise ValueError(f"the entry {missing[0]!r} is missing")
+    if not isinstance(data["blocks"], list | tuple):
+        raise ValueError(f"blocks must be a list, got {shown(data['blocks'])}")
+    texts = {
+        name: "" if data.get(name) is None else text(data[name], name=name) for name in ("model", "cluster", "reason")
+    }
+    return ParallelPlan(
+        data_parallel_size=whole(data["data_parallel_size"], name="data_parallel_size"),
+        blocks=tuple(_block(entry, index) for index, entry in enumerate(data["blocks"])),
+        fingerprint=None if data.get("fingerprint") is None else text(data["fingerprint"], name="fingerprint"),
+        batch_size=None if data.get("batch_size") is None else whole(data["batch_size"], name="batch_size"),
+        predicted=None if data.get("predicted") is None else _prediction(data["predicted"]),
+        gradient_exchange=_exchange(data.get("gradient_exchange")),
+        **texts,
+    )
+
+
+def _prediction(entry: Any) -> Prediction:
+    known = {field.name for field in dataclasses.fields(Prediction)}
+    if not isinstance(entry, Mapping) or set(entry) != known:
+        raise ValueError(f"predicted must be a mapping with the entries {sorted(known)}, got {shown(entry)}")
+    return Prediction(**{name: number(entry[name], name=f"predicted.{name}") for name in known})
 
 
 def _exchange(entry: Any) -> ExchangeOptions | None:
     try:
         return None if entry is None else exchange_from_dict(entry)
     except ValueError as error:
-        raise PlanError(f"gradient_exchange: {error}") from error
+        raise ValueError(f"gradient_exchange: {error}") from error
 
 
 def _block(entry: Any, index: int) -> BlockPlan:
-    if not isinstance(entry, dict) or not isinstance(entry.get("block"), str):
-        raise PlanError(f"blocks[{index}] must be a mapping with the name of a module under 'block', got {entry!r}")
-    allowed = {"block", "parameters", "gradients", "optimizer_state", "recompute"}
-    if unknown := sorted(set(entry) - allowed):
-        raise PlanError(f"blocks[{index}] ({entry['block']!r}) has unknown entries {unknown}")
-    if not isinstance(entry.get("recompute", False), bool):
-        raise PlanError(f"blocks[{index}] ({entry['block']!r}): recompute must be true or false")
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("block"), str):
+        raise ValueError(
+            f"blocks[{index}] must be a mapping with the name of a module under 'block', got {shown(entry)}"
+        )
+    where = f"blocks[{index}] ({shown(entry['block'])})"
+    placed = ("parameters", "gradients", "optimizer_state")
+    if unknown := set(entry) - {"block", "recompute", *placed}:
+        raise ValueError(f"{where} has unknown entries {names(unknown)}")
+    if missing := [name for name in placed if name not in entry]:
+        raise ValueError(f"{where}: the entry {missing[0]!r} is missing")
+    recompute = entry.get("recompute", False)
+    if not isinstance(recompute, bool):
+        raise ValueError(f"{where}: recompute must be true or false, got {shown(recompute)}")
     try:
-        placements = {key: parse_placement(entry[key]) for key in ("parameters", "gradients", "optimizer_state")}
-        return BlockPlan(entry["block"], OpConfig(**placements, recompute=entry.get("recompute", False)))
-    except (ValueError, AttributeError) as error:
-        raise PlanError(f"blocks[{index}] ({entry['block']!r}): {error}") from error
+        placements = {key: parse_placement(entry[key]) for key in placed}
+        return BlockPlan(entry["block"], OpConfig(**placements, recompute=recompute))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error

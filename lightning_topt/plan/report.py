@@ -1,6 +1,6 @@
 """Frontier and plan for people: a table, a picture, and a self-contained HTML page that shows the plan of any point.
 
-All three mark the chosen plan. The points are those of a `PlanFrontier` (`choose.py`), the chosen one is one of them.
+All three mark the chosen plan. The points are those that `PlanFrontier.shown_with` gives for it.
 """
 
 from __future__ import annotations
@@ -218,9 +218,11 @@ def _draw_series(axes: Axes, points: Points) -> None:
     size, edge = (6.5, 0.7) if len(points) <= _MANY else (3.5, 0.0)
     for number, (devices, group) in enumerate(itertools.groupby(points, key=lambda point: point.devices)):
         x, y = zip(*((point.peak_bytes, point.step_seconds) for point in group), strict=True)
+        best = [k for k in range(len(y)) if y[k] < min(y[:k], default=math.inf)]  # a chosen plan may be beaten
         colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
         # a step: with memory between two plans, the smaller one is what runs
-        axes.plot(x, y, color=colour, alpha=0.45, linewidth=1.6, drawstyle="steps-post")
+        line: dict[str, Any] = {"alpha": 0.45, "linewidth": 1.6, "drawstyle": "steps-post"}
+        axes.plot([x[k] for k in best], [y[k] for k in best], color=colour, **line)
         axes.plot(x, y, marker, color=colour, label=_devices(devices), markersize=size, markeredgewidth=edge, **_EDGE)
 
 

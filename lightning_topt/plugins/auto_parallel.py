@@ -1,10 +1,9 @@
-"""The Lightning strategy ``"topt"``: capture the module, search the frontier, choose a plan, run it."""
+"""The Lightning strategy ``"topt"``: as ``ddp`` until the first training batch, then by the plan that suits it best."""
 
 from __future__ import annotations
 
 import atexit
 import time
-import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,47 +11,56 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.units import parse_bytes
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
-from lightning_topt.execution.engine import Engine, ShardedEngine, build_engine
-from lightning_topt.execution.memory import MemoryMeter
+from lightning_topt.execution.engine import ShardedEngine, build_engine
+from lightning_topt.execution.memory import MemoryMeter, release_free_memory
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
-from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, destroy_process_group, register_names
+from lightning_topt.plugins.ddp_parts import destroy_process_group, register_names
+from lightning_topt.plugins.engine_checkpoints import EngineCheckpoints, is_held_by
+from lightning_topt.plugins.example_batch import example_batches
 from lightning_topt.plugins.exchange_monitor import add_monitor
-from lightning_topt.plugins.exchange_steps import ExchangeSteps
+from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
+from lightning_topt.plugins.planning_ranks import check_agreement
 from lightning_topt.plugins.read_options import checked_options, read_cluster, read_plan_option
-from lightning_topt.plugins.run_plan import PlanRequest, decide_plan
+from lightning_topt.plugins.run_plan import decide_plan
 
 
-class AutoParallelStrategy(ExchangeSteps):
+class AutoParallelStrategy(EngineCheckpoints):
     """Distributed data parallelism that plans before it runs: ``Trainer(strategy="topt")``.
 
-    Before the first fit it captures the module's `training_step` on fake tensors, measures this cluster, searches every
-    combination of ZeRO stage and activation checkpointing per block, and runs the one that fits the limits best. All of
-    them give the loss curve of Lightning's ``ddp`` (in float32 up to the order of additions), unless you allow others.
+    A fit begins as it does under Lightning's ``ddp``, hook by hook. At the first training batch the step is captured
+    with that batch, on fake tensors, this cluster is measured (once; see `Measurements`), every combination of ZeRO level
+    and activation checkpointing per block is searched, and the plan that fits the limits best is applied to the module and
+    its optimizers where they are; then the batch is trained on. All plans give the loss curve of ``ddp`` (in float32 up to
+    the order of additions), unless you allow others.
+
+    Where the step depends on values of tensors it is captured on the real batch instead, and everything is put back; what
+    cannot be captured at all runs as ``ddp`` does, with a warning that says why, unless you asked for more.
 
     Args:
         memory_limit: most bytes a rank may use for the model's training state and activations, as a number or text such
             as ``"2GiB"``. None: the memory of the device.
-        objective: ``"time"`` (fastest step within the limit) or ``"memory"`` (least memory).
+        objective: ``"time"`` (fastest step within the limit) or ``"memory"`` (least memory). None: time, where it can be
+            planned.
         plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or the name of a uniform plan:
             ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, each also with ``"+recompute"``.
-        cluster: a `Cluster`, its YAML file, or a mapping; None measures the one it runs on (about two seconds).
+        cluster: a `Cluster`, its YAML file, or a mapping; None measures the one it runs on (about two seconds, the first
+            time).
         memory_margin: share by which a prediction must stay below the limit, for what the cost model does not see.
         allow_compression: whether a plan, searched or given, may exchange gradients compressed: another training, whose time
             per step is predicted, not its time to a given loss. True: searches top-k (1 %) and bf16 too. A method, a mapping
@@ -61,19 +69,21 @@ class AutoParallelStrategy(ExchangeSteps):
             keep the search to plans that it runs (whole gradients). Gradients are views of its buckets unless
             ``gradient_as_bucket_view=False``.
 
+    On a device whose memory could not hold the whole module, planning comes before the module gets there: data loaders are
+    then built, and a batch is looked at, when the fit is set up.
     After an exception a module that ran sharded keeps its parameters in shards; load a checkpoint into a new one.
     Manual optimization runs as ``ddp`` does (one plan, no search); it refuses `memory_limit` and other plans.
-    Attributes after setup: `parallel_plan` and `planning_seconds`, and on rank 0 `planning` (the frontier) when there was
-    a search.
-    Raises ValueError for wrong options, `NoPlanFitsError` when no plan meets the limit, `CaptureError` when the module
-    cannot be captured.
+    Attributes after the first batch: `parallel_plan`, `planned_by` (``"search"``, ``"given"``, or why it is ``ddp``),
+    `planning_seconds`, and on rank 0 `planning` (the frontier) when there was a search.
+    Raises ValueError for wrong options, `NoPlanFitsError` when no plan meets the limit, `CaptureError` when `memory_limit`,
+    `objective` or `plan` was given and the module cannot be captured.
     """
 
     def __init__(
         self,
         *,
         memory_limit: int | float | str | None = None,
-        objective: str = "time",
+        objective: str | None = None,
         plan: ParallelPlan | Mapping[str, Any] | str | Path | None = None,
         cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
         memory_margin: float = 0.05,
@@ -81,12 +91,13 @@ class AutoParallelStrategy(ExchangeSteps):
         **ddp_options: Any,
     ) -> None:
         super().__init__(**checked_options(ddp_options))
-        check_objective(objective, allowed=("time", "memory"))
+        check_objective(objective or "time", allowed=("time", "memory"))
         if not 0 <= memory_margin < 1:
             raise ValueError(f"memory_margin is a share between 0 and 1, got {memory_margin}")
         self.request = PlanRequest(
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
-            objective=objective,
+            objective=objective or "time",
+            objective_given=objective is not None,
             plan=read_plan_option(plan),
             cluster=read_cluster(cluster),
             memory_margin=memory_margin,
@@ -94,13 +105,11 @@ class AutoParallelStrategy(ExchangeSteps):
             allowed=AllowedExchanges.read(allow_compression),
             own_hook=self._ddp_comm_hook is not None or self._ddp_kwargs.get("mixed_precision") is not None,
         )
-        self.parallel_plan: ParallelPlan | None = None
         self.planning: Planning | None = None
+        self.planned_by: str | None = None
         self.planning_seconds: float | None = None
         self.memory_meter: MemoryMeter | None = None
-        self._early_warnings: list[warnings.WarningMessage] = []
-        self._engine: Engine | None = None
-        self._running = False
+        self._waits_for_batch = False
         self._failed = False
 
     # ---- life cycle -----------------------------------------------------------------------------------------------
@@ -112,67 +121,119 @@ class AutoParallelStrategy(ExchangeSteps):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
-        self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        self.model = self.lightning_module
-        self.precision_plugin.convert_module(self.model)
-        if fitting:
-            # Before layers are synchronized: SyncBatchNorm talks to other ranks, which a capture on one rank cannot.
-            self._plan(trainer)
-            if self._layer_sync:
-                self.model = self._layer_sync.apply(self.model)
-        self._parallelize(fitting)
-        if self.exchange is not None:
-            add_monitor(trainer)
-        if fitting:
-            self.setup_optimizers(trainer)
-            assert self._engine is not None
-            self._engine.attach_optimizers(self.optimizers)
-        self.setup_precision_plugin()
-        if fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
-
-    def _plan(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._set_up_evaluation(trainer)
+            return
+        check_agreement(self.request, self.lightning_module)
+        self._engine, self._resumed, self.parallel_plan = None, None, None
+        self._open_exchange(None)
         if self.request.memory_limit is not None:
             return_freed_memory(self.root_device)
+        # Whole gradients and optimizer state may be too much for what has to be sharded.
+        self._holds_back = self.request.may_shard_for_memory(self.lightning_module, self.root_device)
+        if self._holds_back and self.request.must_shard_first(self.lightning_module, self.root_device):
+            self._plan_before_setup(trainer)
+        else:
+            super().setup(trainer)
+            self._waits_for_batch = True
+            if not self.request.needs_batch(self.lightning_module):
+                self._plan(trainer, None)
+        if self.parallel_plan is not None and not self.parallel_plan.is_sharded:
+            self._start_plan(trainer)
+
+    def _set_up_evaluation(self, trainer: pl.Trainer) -> None:
+        """As ddp does; where the last fit ran in shards, in these again, which the device is known to hold."""
+        self._open_exchange(None)
+        if self.parallel_plan is None or not self.parallel_plan.is_sharded:
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = self.lightning_module
+        self.precision_plugin.convert_module(self.model)
+        self._apply_plan(trainer)
+        self.setup_precision_plugin()
+
+    def _plan_before_setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = self.lightning_module
+        if self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.precision_plugin.convert_module(self.model)
+        self._plan(trainer, example_batches(trainer)[0])
+        self._apply_plan(trainer)
+        self.setup_optimizers(trainer)
+        assert self._engine is not None
+        self._engine.attach_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._waits_for_batch:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            if self.parallel_plan is None:
+                self._plan(trainer, batch)
+            self._start_plan(trainer)
+        super().on_train_batch_start(batch, batch_idx)
+
+    def _plan(self, trainer: pl.Trainer, batch: Any) -> None:
         start = time.perf_counter()
-        with warnings.catch_warnings(record=True) as self._early_warnings:
-            warnings.simplefilter("always")
-            self.parallel_plan, self.planning = decide_plan(self.request, trainer)
+        with isolate_rng():
+            self.parallel_plan, self.planning, self.planned_by = decide_plan(self.request, trainer, batch)
         self.planning_seconds = time.perf_counter() - start
         warm_up(self.root_device)
         self.memory_meter = MemoryMeter(self.root_device)
-        self.memory_meter.mark_base(self.lightning_module)
+        self.memory_meter.mark_base(self.lightning_module, self.optimizers)
 
-    def _parallelize(self, fitting: bool) -> None:
+    def _apply_plan(self, trainer: pl.Trainer) -> None:
         plan, module = self.parallel_plan, self.lightning_module
-        assert module is not None
-        self._open_exchange(None)
-        if plan is None or not (fitting or plan.is_sharded):
-            # Evaluation of whole parameters needs no exchange: as under ddp, every rank starts from rank 0's.
-            self.model_to_device()
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), 0)
-            return
+        assert plan is not None and module is not None
+        if plan.is_sharded:
+            self.model = module
+            release_free_memory()  # DDP's buckets
         topology = Topology(self.num_nodes, self.world_size // self.num_nodes, self.global_rank)
         nonfinite = "error" if self._scaler is None else "skip"
         device, wrap = self.root_device, self._wrap_ddp
         self._engine = build_engine(plan, module, device=device, wrap=wrap, topology=topology, nonfinite=nonfinite)
         self.model = self._engine.parallelize()
         self._open_exchange(self._engine.exchange)
+        if self.exchange is not None:
+            add_monitor(trainer)
         module.to(self.root_device)
         self._running = True
 
+    def _start_plan(self, trainer: pl.Trainer) -> None:
+        """Apply the plan to a module and to optimizers that are set up."""
+        self._waits_for_batch = False
+        self._apply_plan(trainer)
+        assert self._engine is not None
+        self._engine.attach_optimizers(self.optimizers)
+        self._load_resumed()
+
     def _wrap_ddp(self, module: nn.Module) -> nn.Module:
-        self.model_to_device()
-        self.configure_ddp()
+        if not isinstance(self.model, DistributedDataParallel):
+            self.model_to_device()
+            super().configure_ddp()
         assert self.model is not None
         return self.model
 
     @override
+    def configure_ddp(self) -> None:
+        if not self._holds_back:
+            super().configure_ddp()
+            return
+        assert self.model is not None
+        _sync_module_states(self.model)  # all that DDP would do by now, but for the memory of gradients
+
+    @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        options, self._ddp_kwargs = self._ddp_kwargs, {"gradient_as_bucket_view": True, **self._ddp_kwargs}
+        options = self._ddp_kwargs
+        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+            self._ddp_kwargs = {"gradient_as_bucket_view": True, **options}
         try:
             return super()._setup_model(model)
         finally:
@@ -197,6 +258,7 @@ class AutoParallelStrategy(ExchangeSteps):
 
     @override
     def teardown(self) -> None:
+        self._waits_for_batch = False
         if self._failed and isinstance(self._engine, ShardedEngine):
             # The other ranks may be anywhere: collecting the parameters could wait for them. They stay in shards.
             self._running = False
@@ -206,17 +268,12 @@ class AutoParallelStrategy(ExchangeSteps):
             self._running = False
             model, self.model = self.model, self.lightning_module
             self._engine.release()
+            for optimizer in self.optimizers:
+                if self.model is not None and is_held_by(self.model, optimizer):
+                    self._engine.return_optimizer_state(optimizer)
             if isinstance(model, DistributedDataParallel):
                 self.model = model  # the superclass unwraps it
         super().teardown()
-
-    @override
-    def on_train_start(self) -> None:
-        # Planning loads the training data earlier than the loop would; what it warned of belongs here, after on_fit_start.
-        for warning in self._early_warnings:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        self._early_warnings = []
-        super().on_train_start()
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -250,47 +307,6 @@ class AutoParallelStrategy(ExchangeSteps):
         # Parameters gathered in inference mode would be inference tensors, which the next training step cannot update.
         with torch.inference_mode(False), torch.no_grad():
             yield
-
-    # ---- checkpoints ----------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._engine is not None and self._running:
-            return self._engine.module_state()
-        return super().lightning_module_state_dict()
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._engine is not None and self._running:
-            self._engine.load_module_state(checkpoint["state_dict"], strict=strict)
-        else:
-            super().load_model_state_dict(checkpoint, strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        if self._engine is None or hasattr(optimizer, "consolidate_state_dict"):
-            return super().optimizer_state(optimizer)
-        return self._engine.optimizer_state(optimizer)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._engine is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            self._engine.load_optimizer_state(optimizer, state)
-        self._load_exchange(checkpoint)
-        _optimizers_to_device(self.optimizers, self.root_device)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        # A checkpoint of a Trainer names Lightning's version; bare weights (sent back by forked ranks) stay bare.
-        if self.parallel_plan is not None and "pytorch-lightning_version" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = {"plan": self.parallel_plan.to_dict()}
-            self._save_exchange(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     # ---- registration ---------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_topt.data.cache.sample_cache import CacheStatistics
+from lightning_topt.plugins.cached_data import CachedDataModule
+from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 COUNTS = ("memory_hits", "disk_hits", "peer_hits", "misses", "damaged")
 
@@ -28,18 +30,26 @@ class CacheMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        datamodule: Any = getattr(trainer, "datamodule", None)
-        if not hasattr(datamodule, "statistics"):
-            raise TypeError(f"{type(datamodule).__name__} has no caches of ours: leave CacheMonitor out")
-        self._last = totals(datamodule.statistics())
+        self._last = totals(_cached(trainer).statistics())
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        counts = totals(trainer.datamodule.statistics())  # type: ignore[attr-defined]
+        counts = totals(_cached(trainer).statistics())
         for name, count in counts.items():
             value = float(count - self._last.get(name, 0))
             pl_module.log(f"cache/{name}", value, on_epoch=True, sync_dist=trainer.world_size > 1, reduce_fx="sum")
         self._last = counts
+
+
+def _cached(trainer: pl.Trainer) -> CachedDataModule:
+    """The Trainer's CachedDataModule, which may be inside others of ours."""
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    inner = datamodule
+    while isinstance(inner, WrappedDataModule) and not isinstance(inner, CachedDataModule):
+        inner = inner.datamodule
+    if not isinstance(inner, CachedDataModule):
+        raise TypeError(f"{type(datamodule).__name__} has no caches of ours: leave CacheMonitor out")
+    return inner
 
 
 def totals(statistics: Mapping[str, CacheStatistics]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from lightning_topt.data.peers.channel import own_address
 from lightning_topt.data.peers.client import NOWHERE, Peers
 from lightning_topt.data.peers.prefetch import PrefetchingPeers
 from lightning_topt.data.peers.server import PeerServer
+from lightning_topt.plugins import given_values
 
 SECRET_BYTES = 32
 IPV4, IPV6 = 2, 10  # address families, as psutil numbers them on Linux
@@ -37,7 +38,7 @@ class CachePartition:
     - ``prefetch_batches``, ``prefetch_bytes``: how far a training loader without workers fetches ahead from other nodes; the
       order of an epoch is known. 0 batches: not at all. Loaders with workers fetch ahead by their ``prefetch_factor``.
 
-    Raises ValueError for values that mean nothing.
+    Sizes are numbers or text (``"64MiB"``). Raises ValueError for values that mean nothing.
     """
 
     interface: str | None = None
@@ -45,15 +46,20 @@ class CachePartition:
     seed: int = 0
     timeout_seconds: float = 5.0
     retry_seconds: float = 10.0
-    queue_bytes: int = 1 << 26
+    queue_bytes: int | str = 1 << 26
     prefetch_batches: int = 4
-    prefetch_bytes: int = 1 << 28
+    prefetch_bytes: int | str = 1 << 28
 
     def __post_init__(self) -> None:
-        if min(self.timeout_seconds, self.retry_seconds, self.queue_bytes, self.prefetch_bytes) <= 0:
-            raise ValueError("timeout_seconds, retry_seconds, queue_bytes and prefetch_bytes are positive")
-        if self.prefetch_batches < 0 or not 0 <= self.port < 1 << 16:
-            raise ValueError("prefetch_batches is at least 0, port is from 0 to 65535")
+        if self.interface is not None:
+            given_values.text(self.interface, name="interface")
+        given_values.whole(self.port, name="port", least=0, most=(1 << 16) - 1)
+        given_values.whole(self.seed, name="seed")
+        given_values.whole(self.prefetch_batches, name="prefetch_batches", least=0)
+        for name in ("timeout_seconds", "retry_seconds"):
+            given_values.seconds(getattr(self, name), name=name)
+        for name in ("queue_bytes", "prefetch_bytes"):
+            object.__setattr__(self, name, given_values.size(getattr(self, name), name=name))
 
 
 class PartitionedCache:
@@ -104,7 +110,7 @@ def open_partitioned(
         raise
     peers = _peers(partition, addresses, trainer.node_rank, cache.num_items, secret=secret, fingerprint=fingerprint)
     ahead = partition.prefetch_batches
-    cache.peers = PrefetchingPeers(peers, ahead_bytes=partition.prefetch_bytes) if ahead else peers
+    cache.peers = PrefetchingPeers(peers, ahead_bytes=int(partition.prefetch_bytes)) if ahead else peers
     return PartitionedCache(cache, server=server, addresses=addresses)
 
 
@@ -150,7 +156,7 @@ def _peers(
         fingerprint=fingerprint,
         timeout_seconds=partition.timeout_seconds,
         retry_seconds=partition.retry_seconds,
-        queue_bytes=partition.queue_bytes,
+        queue_bytes=int(partition.queue_bytes),
     )
 
 

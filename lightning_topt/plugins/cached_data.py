@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate
 from typing_extensions import override
 
@@ -17,6 +19,8 @@ from lightning_topt.data.cache.determinism import marked_method
 from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
 from lightning_topt.data.loading.lookahead import Lookahead
 from lightning_topt.data.loading.resumable import make_resumable
+from lightning_topt.plugins import given_values
+from lightning_topt.plugins.cache_defaults import default_directory, default_memory_bytes
 from lightning_topt.plugins.cache_partition import CachePartition, PartitionedCache, gathered, open_partitioned
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
@@ -32,16 +36,22 @@ class CachedDataModule(WrappedDataModule):
     that turns out to be random is refused. All processes and jobs of a node that use the same directory share one cache.
     Checkpoints of the middle of an epoch hold where its training loaders are: they go on at the next batch, in the same order.
 
+    Sizes are numbers or text (``"8GiB"``). Without any, each data set may take a quarter of the memory that is free on the
+    machine, and not promised to another one of them, when its loader is first asked for; nothing is written to disk (where
+    there is no such memory, other than on Linux, as many bytes of disk are used). All ranks of a machine share that.
+
     Args:
         datamodule: with map-style data sets.
-        directory: for the disk's part, on a local disk. A folder per data set, named by its fingerprint.
+        directory: for the disk's part, on a local disk. A folder per data set, named by its fingerprint. None: in the user's
+            cache directory (``$XDG_CACHE_HOME`` or ``~/.cache``), ``lightning_topt/samples/HOST``.
         memory_bytes: of shared memory per data set and node; it is freed with the last process that uses it.
         disk_bytes: of disk per data set and node.
         data_version: names the state of the data. None: sizes and times of the files that the data set's state names do.
         partition: each node of the run stores a part of the samples, and the others ask it before the source, so that room
             for one copy on all nodes together is enough. True: `CachePartition`'s defaults. Does nothing on one node.
 
-    Raises ValueError for data sets that cannot be cached (iterable ones) or have no fingerprint, and for no room at all;
+    Raises ValueError for data sets that cannot be cached (iterable ones) or have no fingerprint, for no room at all, and at
+    once for arguments that are none; TypeError for a `datamodule` that is none of `lightning`;
     `NotDeterministicError` while training when a sample drawn twice differs.
     """
 
@@ -49,17 +59,25 @@ class CachedDataModule(WrappedDataModule):
         self,
         datamodule: pl.LightningDataModule,
         *,
-        directory: str | Path,
-        memory_bytes: int = 0,
-        disk_bytes: int = 0,
+        directory: str | Path | None = None,
+        memory_bytes: int | str | None = None,
+        disk_bytes: int | str | None = None,
         data_version: str | None = None,
         partition: CachePartition | bool = False,
     ) -> None:
-        if min(memory_bytes, disk_bytes) < 0 or memory_bytes + disk_bytes == 0:
-            raise ValueError("a cache needs room: give memory_bytes or disk_bytes, per data set and node")
-        self.directory = Path(directory)
-        self.memory_bytes, self.disk_bytes, self.data_version = memory_bytes, disk_bytes, data_version
-        self._names = DatasetNames(data_version=data_version)
+        data_version = given_values.version(data_version, name="data_version")
+        self.directory = default_directory() if directory is None else given_values.folder(directory, name="directory")
+        self.has_default_room = memory_bytes is None and disk_bytes is None
+        self.memory_bytes = given_values.size(0 if memory_bytes is None else memory_bytes, name="memory_bytes", least=0)
+        self.disk_bytes = given_values.size(0 if disk_bytes is None else disk_bytes, name="disk_bytes", least=0)
+        if not self.has_default_room and self.memory_bytes + self.disk_bytes == 0:
+            raise ValueError(
+                "a cache needs room: give memory_bytes or disk_bytes, per data set and node, or neither for defaults"
+            )
+        if not isinstance(partition, CachePartition | bool | None):
+            raise ValueError(f"partition is True, False or a CachePartition, not {partition!r}")
+        self.data_version = data_version
+        self._names = DatasetNames(data_version=data_version, warn=rank_zero_warn)
         self._caches: dict[str, SampleCache] = {}  # by fingerprint: equal data sets share one
         self.partition = CachePartition() if partition is True else partition or None
         self._joined: list[PartitionedCache] = []
@@ -71,15 +89,15 @@ class CachedDataModule(WrappedDataModule):
 
     @override
     def val_dataloader(self) -> Any:
-        return self._changed(self.datamodule.val_dataloader())
+        return self._changed(self.datamodule.val_dataloader(), path="validation")
 
     @override
     def test_dataloader(self) -> Any:
-        return self._changed(self.datamodule.test_dataloader())
+        return self._changed(self.datamodule.test_dataloader(), path="test")
 
     @override
     def predict_dataloader(self) -> Any:
-        return self._changed(self.datamodule.predict_dataloader())
+        return self._changed(self.datamodule.predict_dataloader(), path="prediction")
 
     def statistics(self, *, reset: bool = False) -> dict[str, CacheStatistics]:
         """What the caches did and hold, by fingerprint."""
@@ -104,7 +122,7 @@ class CachedDataModule(WrappedDataModule):
         stacks = (
             type(loader) is DataLoader and loader.collate_fn is default_collate and loader.batch_sampler is not None
         )
-        replace_dataset(loader, self._cached_dataset(loader.dataset, ready_batches=stacks))
+        replace_dataset(loader, self._cached_dataset(loader.dataset, place=path, ready_batches=stacks))
         if stacks:
             replace_argument(loader, "collate_fn", collate)
         if path.startswith(TRAIN):
@@ -120,41 +138,48 @@ class CachedDataModule(WrappedDataModule):
         """Whether the Trainer has had the last batch that it wants of this epoch."""
         return self.trainer is not None and self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
-    def _cached_dataset(self, dataset: Any, *, ready_batches: bool) -> Any:
+    def _cached_dataset(self, dataset: Any, *, place: str, ready_batches: bool) -> Any:
         """Subsets and concatenations are looked through, so that they share the samples of what they are made of."""
         if type(dataset) is Subset:
             changed = copy(dataset)
-            changed.dataset = self._cached_dataset(dataset.dataset, ready_batches=ready_batches)
+            changed.dataset = self._cached_dataset(dataset.dataset, place=place, ready_batches=ready_batches)
             return changed
         if type(dataset) is ConcatDataset:
             whole = copy(dataset)
-            whole.datasets = [self._cached_dataset(part, ready_batches=False) for part in dataset.datasets]
+            whole.datasets = [
+                self._cached_dataset(part, place=f"{place}/part {number}", ready_batches=False)
+                for number, part in enumerate(dataset.datasets)
+            ]
             return whole
         if isinstance(dataset, CachedDataset | BatchDataset):
             return dataset
         inner = getattr(dataset, "dataset", None)
         if marked_method(dataset) is None and holds_mark(inner):
-            self._cached_dataset(inner, ready_batches=False)  # before the marked method; what wraps it stays live
+            self._cached_dataset(
+                inner, place=place, ready_batches=False
+            )  # before the marked method; what wraps it stays live
             return dataset
-        name = self._name_of(dataset)
+        name = self._name_of(dataset, place)
         if name not in self._caches:
             self._caches[name] = self._new_cache(name, num_items=len(dataset))
         cached = CachedDataset(dataset, self._caches[name])
         return BatchDataset(cached) if ready_batches else cached
 
-    def _name_of(self, dataset: Any) -> str:
-        return self._names.name_of(dataset, agree=gathered if self._joined else None)
+    def _name_of(self, dataset: Any, place: str) -> str:
+        return self._names.name_of(dataset, place=place, agree=gathered if self._joined else None)
 
     def _new_cache(self, name: str, *, num_items: int) -> SampleCache:
         is_alone = self.partition is None or (self.trainer is not None and self.trainer.num_nodes == 1)
+
+        memory_bytes, disk_bytes = self._room()
 
         def make() -> SampleCache:
             return SampleCache(
                 self.directory,
                 fingerprint=name,
                 num_items=num_items,
-                memory_bytes=self.memory_bytes,
-                disk_bytes=self.disk_bytes,
+                memory_bytes=memory_bytes,
+                disk_bytes=disk_bytes,
                 write_behind=is_alone,
             )
 
@@ -169,6 +194,15 @@ class CachedDataModule(WrappedDataModule):
         joined = open_partitioned(make, self.partition, trainer=self.trainer, fingerprint=name, number=number)
         self._joined.append(joined)
         return joined.cache
+
+    def _room(self) -> tuple[int, int]:
+        """Bytes of memory and of disk for the next cache."""
+        if not self.has_default_room:
+            return self.memory_bytes, self.disk_bytes
+        stores = [store for cache in self._caches.values() for store in cache.tiers]
+        promised = sum(max(0, store.capacity_bytes - store.used_bytes) for store in stores)
+        nbytes = default_memory_bytes(promised_bytes=promised)
+        return (nbytes, 0) if hasattr(os, "memfd_create") else (0, nbytes)
 
 
 def holds_mark(dataset: Any) -> bool:

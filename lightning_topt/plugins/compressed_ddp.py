@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_topt.communication.argument_checks import check_whole
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import READ_BY, ExchangeOptions, LinkCosts
 from lightning_topt.communication.topology import Topology
@@ -85,16 +86,16 @@ class CompressedDDPStrategy(ExchangeSteps):
             momentum=momentum,
             warmup_steps=warmup_steps,
             dense_steps=dense_steps,
-            exempt=(exempt,) if isinstance(exempt, str) else tuple(exempt),
-            link=LinkCosts(**link) if isinstance(link, Mapping) else link,
+            exempt=exempt,  # type: ignore[arg-type]  # checked and made a tuple there
+            link=read_link(link),
             rank=rank,
             nonfinite="error" if nonfinite is None else nonfinite,
             timeout_seconds=timeout_seconds,
             debug=debug,
         )
         for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} is at least 1, got {size}")
+            if size is not None:
+                check_whole(size, name=name)
         self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
 
     # ---- life cycle -----------------------------------------------------------------------------------------------
@@ -179,6 +180,15 @@ class CompressedDDPStrategy(ExchangeSteps):
         register_names(
             "topt_compressed", cls, registry=strategy_registry, description="Data parallelism with compressed gradients"
         )
+
+
+def read_link(link: LinkCosts | Mapping[str, float] | None) -> LinkCosts | None:
+    """`LinkCosts` from a mapping of its fields. Raises ValueError that names the entries."""
+    if not isinstance(link, Mapping):
+        return link
+    if set(link) != {"latency_seconds", "bandwidth"}:
+        raise ValueError(f"link has the entries latency_seconds and bandwidth; got {sorted(map(str, link))}")
+    return LinkCosts(**link)
 
 
 def make_topology(

@@ -23,6 +23,7 @@ from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.fingerprint import fingerprint
 from lightning_topt.data.coordinated.batches import SeededBatches
 from lightning_topt.data.coordinated.loader import CoordinatedLoader, CoordinationStatistics
+from lightning_topt.plugins import given_values
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 
@@ -41,7 +42,8 @@ class CoordinatedDataModule(WrappedDataModule):
         datamodule: whose train_dataloader gives a DataLoader, or a collection of them, with map-style data sets. Put a
             CachedDataModule inside, not around: ``CoordinatedDataModule(CachedDataModule(...), ...)``.
         directory: where jobs meet; a name only, nothing is written there.
-        memory_bytes: of prepared batches that wait for slower jobs, per loader and machine; the least that any job says.
+        memory_bytes: of prepared batches that wait for slower jobs, per loader and machine; the least that any job says. A
+            number or text (``"1GiB"``).
         seed: of the order and the augmentation of the training batches; the same in all jobs.
         data_version: names the state of the data; as of CachedDataModule.
         timeout_seconds: after this a batch that a stopped job promised is prepared by another.
@@ -55,13 +57,16 @@ class CoordinatedDataModule(WrappedDataModule):
         datamodule: pl.LightningDataModule,
         *,
         directory: str | Path,
-        memory_bytes: int,
+        memory_bytes: int | str,
         seed: int = 0,
         data_version: str | None = None,
         timeout_seconds: float = 30.0,
     ) -> None:
-        self.directory, self.memory_bytes, self.seed = Path(directory), memory_bytes, seed
-        self.data_version, self.timeout_seconds = data_version, timeout_seconds
+        self.directory = given_values.folder(directory, name="directory")
+        self.memory_bytes = given_values.size(memory_bytes, name="memory_bytes")
+        self.seed = given_values.whole(seed, name="seed")
+        self.data_version = given_values.version(data_version, name="data_version")
+        self.timeout_seconds = given_values.seconds(timeout_seconds, name="timeout_seconds")
         self._loaders: list[CoordinatedLoader] = []
         super().__init__(datamodule)
 

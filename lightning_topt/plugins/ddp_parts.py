@@ -1,9 +1,8 @@
-"""What our strategies that exchange gradients or parameters share: DDP's options checked, lost peers named, the end."""
+"""What our strategies that exchange gradients or parameters share: DDP's options checked, names registered, the end."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +11,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_topt.communication.peers import PeerLostError, PeerMonitor
+from lightning_topt.plugins.register import register_names as register_names
 
 CHECKPOINT_KEY, EXCHANGE_KEY = "lightning_topt", "gradient_exchange"
 HOOK_OPTIONS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
-LOST = re.compile(
-    r"closed by peer|reset by peer|broken pipe|timed out|timeout|remote process exited|NCCL", re.IGNORECASE
-)
 
 
 def checked_ddp_options(options: dict[str, Any], *, strategy: str, wraps: bool = True) -> dict[str, Any]:
@@ -43,23 +39,16 @@ def checked_ddp_options(options: dict[str, Any], *, strategy: str, wraps: bool =
     return options
 
 
-def register_names(name: str, strategy: type[DDPStrategy], *, registry: Any, description: str) -> None:
-    """Register `name`, and ``name_fork`` and ``name_spawn`` for other ways to start ranks."""
-    for suffix, start_method in (("", "popen"), ("_fork", "fork"), ("_spawn", "spawn")):
-        registry.register(
-            f"{name}{suffix}",
-            strategy,
-            override=True,
-            description=f"{description}; ranks start by `{start_method}`",
-            start_method=start_method,
+def name_own_strategy(error: BaseException, strategy: str) -> None:
+    """Let Lightning's advice on unused parameters name `strategy`, a class of ours, in place of its ``ddp``."""
+    name = {"AutoParallelStrategy": "topt", "CompressedDDPStrategy": "topt_compressed"}.get(strategy)
+    if name is not None:
+        error.args = tuple(
+            argument.replace("='ddp_find_unused", f"='{name}_find_unused").replace("=DDPStrategy(", f"={strategy}(")
+            if isinstance(argument, str)
+            else argument
+            for argument in error.args
         )
-
-
-def lost_peers(error: BaseException, monitor: PeerMonitor) -> PeerLostError | None:
-    """Who is gone, if `error` is of a collective (also Lightning's or the user's) that lost its connection."""
-    if not isinstance(error, RuntimeError) or isinstance(error, PeerLostError) or not LOST.search(str(error)):
-        return None
-    return monitor.diagnose(error)
 
 
 def refuse_momentum(optimizers: Sequence[Optimizer]) -> None:

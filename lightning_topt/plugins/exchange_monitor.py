@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from typing_extensions import override
 
+from lightning_topt.communication.argument_checks import check_whole
 from lightning_topt.communication.hook import ExchangeStatistics
 
 DEFAULT_EVERY_N_STEPS = 50  # where the Trainer logs nothing (log_every_n_steps=0) and only the progress bar shows them
@@ -29,8 +30,8 @@ class ExchangeMonitor(pl.Callback):
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps is at least 1, got {every_n_steps}")
+        if every_n_steps is not None:
+            check_whole(every_n_steps, name="every_n_steps")
         self.every_n_steps = every_n_steps
         self._last_step = self._batches = 0
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -16,11 +15,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.communication.hook import CompressedExchange, ExchangeStatistics
-from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, EXCHANGE_KEY, lost_peers
+from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, EXCHANGE_KEY, name_own_strategy
+from lightning_topt.plugins.lost_ranks import NamesLostRanks
 
 
-class ExchangeSteps(DDPStrategy):
-    """Loss scale and skipped steps of a GradScaler, errors by their true name, checkpoints; nothing while `exchange` is None.
+class ExchangeSteps(NamesLostRanks):
+    """Errors by their true name; loss scale and skipped steps of a GradScaler, and checkpoints, where there is an `exchange`.
 
     The exchange stays open after a fit, for checkpoints, until the next fit or the end of the process.
     """
@@ -42,10 +44,16 @@ class ExchangeSteps(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self.exchange is not None and (lost := lost_peers(exception, self.exchange.monitor)):
-            exception.args = lost.args
+        self._give_up_exchange(exception)
         self._close_exchange()
         super().on_exception(exception)
+        name_own_strategy(exception, type(self).__name__)
+
+    def _give_up_exchange(self, error: BaseException) -> None:
+        """Other ranks may wait in the exchange for this one, whose collective call elsewhere has failed."""
+        if self.exchange is not None and is_of_collective(error) and not isinstance(error, PeerLostError):
+            with suppress(RuntimeError):
+                self.exchange.monitor.sign_in()
 
     @override
     def teardown(self) -> None:
@@ -78,7 +86,10 @@ class ExchangeSteps(DDPStrategy):
         try:
             yield
         except Exception as error:
-            reason = None if self.exchange is None else self.exchange.error or lost_peers(error, self.exchange.monitor)
+            reason = None if self.exchange is None else self.exchange.error
+            if reason is None and is_of_collective(error) and not isinstance(error, PeerLostError):
+                self._give_up_exchange(error)
+                reason = None if self._watch is None else self._watch.diagnose(error)
             if reason is None or error is reason:
                 raise
             raise reason from error

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -19,20 +19,21 @@ from typing_extensions import override
 from lightning_topt.communication.checkpoint import gather_state, own_state
 from lightning_topt.communication.hook import ExchangeStatistics
 from lightning_topt.communication.local_steps import LocalSteps, check_options
+from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.plugins.ddp_parts import (
     CHECKPOINT_KEY,
     EXCHANGE_KEY,
     checked_ddp_options,
     destroy_process_group,
-    lost_peers,
 )
 from lightning_topt.plugins.exchange_monitor import add_monitor
+from lightning_topt.plugins.lost_ranks import NamesLostRanks
 
 METHOD = "local_steps"  # in checkpoints, beside the methods of `ExchangeOptions`
 State = dict[str, dict[str, torch.Tensor]]
 
 
-class LocalStepsStrategy(DDPStrategy):
+class LocalStepsStrategy(NamesLostRanks):
     """Every rank makes `every` optimizer steps alone, then an outer step brings all together.
 
     No gradient is exchanged and there is no DistributedDataParallel: see `LocalSteps`. It is not the same training as ``ddp``:
@@ -125,8 +126,9 @@ class LocalStepsStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._fitting = False  # the other ranks may be anywhere: no collective calls any more
-        if self.local_steps is not None and (lost := lost_peers(exception, self.local_steps.monitor)):
-            exception.args = lost.args
+        if self.local_steps is not None and is_of_collective(exception):
+            with suppress(RuntimeError):
+                self.local_steps.monitor.sign_in()  # others may wait in an outer step for this rank
         super().on_exception(exception)
 
     @override

@@ -29,7 +29,7 @@ class _Module(CachedDataModule):
     """All loaders are over the same data sets, and what these note of their readings changes nothing."""
 
     @override
-    def _name_of(self, dataset: Any) -> str:
+    def _name_of(self, dataset: Any, place: str) -> str:
         return f"{id(dataset):x}"
 
 

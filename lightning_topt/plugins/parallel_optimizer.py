@@ -10,17 +10,21 @@ from typing import Any, get_args
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt.communication.argument_checks import check_flag, check_real
 from lightning_topt.communication.node.rows import NodeRows, node_rows
+from lightning_topt.communication.rank_watch import RankWatch, watch_ranks, within_limit
 from lightning_topt.optim.adaptive_step import AdaptiveStep, Sharing
 from lightning_topt.optim.decision import Decision
 from lightning_topt.optim.scattered_step import ScatteredStep
 from lightning_topt.optim.update_rule import UpdateRule, update_rule
+from lightning_topt.plugins.lost_ranks import NamesLostRanks, name_lost
 from lightning_topt.plugins.optimizer_checks import (
     check_equal_optimizers,
     check_reduce_scatter,
@@ -59,7 +63,8 @@ class ParallelOptimizerStep(pl.Callback):
         reduce_scatter: share everything, and exchange gradients so that each rank has the averages of its own rows only, in
             place of DDP's all-reduce: as many bytes as without sharing. Gradients of other rows are NaN after the backward
             pass; the Trainer's clipping and GradScaler know that, code of yours that reads whole gradients does not.
-        timeout_seconds: of every wait on another rank.
+        timeout_seconds: of every wait on another rank; none is longer than the time limit of the process group (`timeout` of
+            the strategy).
 
     With one rank there is nothing to share and nothing happens. Raises ValueError, at the start of the fit, under strategies
     whose ranks have other gradients or parts of parameters, for ranks whose optimizers differ, and for optimizers that cannot
@@ -75,14 +80,15 @@ class ParallelOptimizerStep(pl.Callback):
         reduce_scatter: bool = False,
         timeout_seconds: float = 300.0,
     ) -> None:
+        check_flag(always, name="always")
+        check_flag(reduce_scatter, name="reduce_scatter")
+        check_real(timeout_seconds, name="timeout_seconds", positive=True)
         if rule is not None and rule not in get_args(UpdateRule):
             raise ValueError(f"rule is one of {get_args(UpdateRule)}, or None to find out; got {rule!r}")
         if gather_dtype not in (None, *GATHER_DTYPES, *GATHER_DTYPES.values()):
             raise ValueError(
                 f"gather_dtype is torch.bfloat16, or None for that of the parameters; got {gather_dtype!r}"
             )
-        if timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds is positive, got {timeout_seconds}")
         self.always, self.rule, self.timeout_seconds = always, rule, timeout_seconds
         self.reduce_scatter = reduce_scatter
         self.gather_dtype = GATHER_DTYPES[gather_dtype] if isinstance(gather_dtype, str) else gather_dtype
@@ -93,6 +99,7 @@ class ParallelOptimizerStep(pl.Callback):
         self._group: dist.ProcessGroup | None = None
         self._node: NodeRows | None = None
         self._restore: Callable[[], None] = lambda: None
+        self._watch: RankWatch | None = None
 
     @property
     def decisions(self) -> list[list[Decision]]:
@@ -101,6 +108,24 @@ class ParallelOptimizerStep(pl.Callback):
         Empty with `reduce_scatter`, which decides nothing.
         """
         return [step.decisions for step in self._steps]
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, NamesLostRanks):
+            self._end_watch()
+            self._watch = watch_ranks()
+            if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+                trainer._run_stage = _named(trainer._run_stage, self._watch)  # type: ignore[method-assign]
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._end_watch()
+        vars(trainer).pop("_run_stage", None)
+
+    def _end_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,14 +145,15 @@ class ParallelOptimizerStep(pl.Callback):
         if trainer.world_size == 1:
             return
         optimizers = optimizers_of(trainer)
-        self._group = dist.new_group(timeout=timedelta(seconds=self.timeout_seconds))
+        timeout_seconds = within_limit(self.timeout_seconds)
+        self._group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
         names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
         check_equal_optimizers(optimizers, names=names, group=self._group)
         self._node = node_rows(
             self._group,
             device=trainer.strategy.root_device,
             num_nodes=trainer.num_nodes,
-            timeout_seconds=self.timeout_seconds,
+            timeout_seconds=timeout_seconds,
         )
         if self.reduce_scatter:
             self._scatter(trainer, optimizers)
@@ -146,7 +172,7 @@ class ParallelOptimizerStep(pl.Callback):
             trainer.strategy.model,
             optimizers=optimizers,
             rules=self._rules,
-            timeout_seconds=self.timeout_seconds,
+            timeout_seconds=within_limit(self.timeout_seconds),
             gather_dtype=self.gather_dtype,
             node=self._node,
         )
@@ -190,11 +216,25 @@ class ParallelOptimizerStep(pl.Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._leave_node()  # the other ranks need not wait for this one
+        name_lost(exception, self._watch)
 
     def _leave_node(self) -> None:
         if self._node is not None:
             self._node.close()
             self._node = None
+
+
+def _named(run_stage: Callable[[], Any], watch: RankWatch | None) -> Callable[[], Any]:
+    """`run_stage` of ranks that Lightning forked or spawned: there, it asks no callback what to do with an error."""
+
+    def run() -> Any:
+        try:
+            return run_stage()
+        except Exception as error:
+            name_lost(error, watch)
+            raise
+
+    return run
 
 
 def _say(number: int | None, reason: str) -> None:

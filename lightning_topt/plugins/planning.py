@@ -3,7 +3,7 @@
 graph = capture(module, batch)
 optimizer = profile_optimizers(module, device=torch.device("cpu"))
 frontier = search_plans(graph, cluster=cluster, optimizer=optimizer, device_counts=(1, 2), global_batch_size=16)
-choose(frontier.points, memory_limit=2**30).plan
+choose(frontier.candidates, memory_limit=2**30).plan
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def search_plans(
     kernel_seconds: Mapping[KernelKey, float] | None = None,
     capture_seconds: float = 0.0,
 ) -> PlanFrontier:
-    """Search every family of plans at every number of devices and unite the frontiers.
+    """Search every family of plans at every number of devices and unite the frontiers; uniform plans are kept beside them.
 
     Args:
         device_counts: numbers of ranks to plan for. The global batch is the same for all, so each must divide it.
@@ -81,7 +81,9 @@ def search_plans(
 
     Raises ValueError when a device count does not divide the batch.
     """
-    start, points, error_bound = time.perf_counter(), [], 0.0
+    start, error_bound = time.perf_counter(), 0.0
+    points: list[PlanPoint] = []
+    uniform: list[PlanPoint] = []
     for count in device_counts:
         if global_batch_size % count:
             raise ValueError(
@@ -97,9 +99,14 @@ def search_plans(
                 table = estimate_costs(model)
                 found = search_frontier(table)
                 error_bound = max(error_bound, found.error_bound)
-                points += [_point(model, table, point.choice) for point in found.points]
+                configs = [
+                    {op.name: op.configs[point.choice[op.name]] for op in table.operators} for point in found.points
+                ]
+                points += [_point(model, each) for each in configs]
+                uniform += [_point(model, each) for each in _uniform_configs(table)]
     return PlanFrontier.of(
         points,
+        uniform=uniform,
         capture_seconds=capture_seconds,
         search_seconds=time.perf_counter() - start,
         error_bound=error_bound,
@@ -115,8 +122,21 @@ def _exchanges_of(
     return list(dict.fromkeys(itertools.chain.from_iterable(legal)))
 
 
-def _point(model: StepModel, table: CostTable, choice: Mapping[str, int]) -> PlanPoint:
-    configs: dict[str, OpConfig] = {op.name: op.configs[choice[op.name]] for op in table.operators}
+def _uniform_configs(table: CostTable) -> list[dict[str, OpConfig]]:
+    """One ZeRO level for all blocks, without and with recomputation; a block that cannot have that takes what is nearest."""
+    found: list[dict[str, OpConfig]] = []
+    kinds = {(config.zero_stage, config.recompute) for operator in table.operators for config in operator.configs}
+    for level, again in sorted(kinds):
+        configs = {op.name: _nearest(op.configs, level=level, recompute=again) for op in table.operators}
+        found += [configs] if configs not in found else []
+    return found
+
+
+def _nearest(configs: Sequence[OpConfig], *, level: int, recompute: bool) -> OpConfig:
+    return min(configs, key=lambda config: (abs(config.zero_stage - level), config.recompute != recompute))
+
+
+def _point(model: StepModel, configs: Mapping[str, OpConfig]) -> PlanPoint:
     explained = explain(model, configs)
     plan = ParallelPlan(
         data_parallel_size=model.data_parallel_size,

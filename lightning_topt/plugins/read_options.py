@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_topt.costs.cluster import Cluster
+from lightning_topt.communication.argument_checks import check_real, check_whole
+from lightning_topt.costs.cluster import Cluster, ClusterError
+from lightning_topt.costs.plain_values import shown
+from lightning_topt.costs.units import parse_bytes
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
 
 UNIFORM = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -37,12 +42,16 @@ def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None)
     if plan is None or isinstance(plan, ParallelPlan):
         return plan
     if isinstance(plan, Mapping):
-        return ParallelPlan.from_dict(dict(plan))
+        return ParallelPlan.from_dict(plan)
+    if not isinstance(plan, str | Path):
+        raise PlanError(f"plan is a ParallelPlan, a file, a mapping or a name such as 'zero1', got {shown(plan)}")
     name, _, suffix = str(plan).partition("+")
     if name in UNIFORM and suffix in ("", "recompute"):
         return UniformPlan(UNIFORM[name], suffix == "recompute")
-    if not Path(plan).exists():
-        raise PlanError(f"plan={str(plan)!r} is neither a file nor one of {sorted(UNIFORM)} (or with '+recompute')")
+    if not os.path.lexists(plan):
+        raise PlanError(
+            f"plan={shown(str(plan))} is neither a file nor one of {sorted(UNIFORM)} (or with '+recompute')"
+        )
     return ParallelPlan.load(plan)
 
 
@@ -63,4 +72,37 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cl
     """A cluster from any of these; None stays None. Raises ClusterError."""
     if cluster is None or isinstance(cluster, Cluster):
         return cluster
-    return Cluster.from_dict(cluster) if isinstance(cluster, Mapping) else Cluster.load(cluster)
+    if isinstance(cluster, Mapping):
+        return Cluster.from_dict(cluster)
+    if not isinstance(cluster, str | Path):
+        raise ClusterError(f"cluster is a Cluster, a file, a mapping, or None to measure, got {shown(cluster)}")
+    return Cluster.load(cluster)
+
+
+def check_planner_options(
+    *, memory_margin: Any, objective: Any, objectives: Sequence[str] = ("time", "memory")
+) -> None:
+    """Raise ValueError for a margin or an objective that `AutoParallelStrategy` cannot have."""
+    check_objective(objective, allowed=objectives)
+    check_real(memory_margin, name="memory_margin")
+    if not 0 <= memory_margin < 1:
+        raise ValueError(f"memory_margin is a share between 0 and 1, got {memory_margin}")
+
+
+def read_memory_limit(limit: int | float | str | None) -> int | None:
+    """Bytes from a number or text such as ``"2GiB"``; None stays None. Raises ValueError."""
+    size = None if limit is None else parse_bytes(limit, name="memory_limit")
+    if size == 0:
+        raise ValueError("memory_limit is above 0 bytes; leave it out for the memory of the device")
+    return size
+
+
+def read_device_counts(counts: Any, *, default: int) -> tuple[int, ...]:
+    """Numbers of ranks to plan for; None is the `default` alone. Raises ValueError for anything but a list of counts."""
+    if counts is None:
+        return (default,)
+    if isinstance(counts, str | Mapping) or not isinstance(counts, Iterable) or not (found := tuple(counts)):
+        raise ValueError(f"device_counts is a list of numbers of ranks such as [2,4], or null; got {shown(counts)}")
+    for count in found:
+        check_whole(count, name="each of device_counts")
+    return tuple(dict.fromkeys(found))

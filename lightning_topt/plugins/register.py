@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
-from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
-
-STRATEGIES = (AutoParallelStrategy, CompressedDDPStrategy)
+START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
 def register_strategies() -> None:
     """Register our names with `lightning`, and with `pytorch_lightning`, where that is loaded, a clear refusal."""
-    for strategy in STRATEGIES:
-        strategy.register_strategies(StrategyRegistry)
+    register_names("topt", _make_topt, registry=StrategyRegistry, description="Searches and runs a parallel plan")
+    compressed = "Data parallelism with compressed gradients"
+    register_names("topt_compressed", _make_compressed, registry=StrategyRegistry, description=compressed)
     other: Any = sys.modules.get("pytorch_lightning.strategies")
     if other is not None:
         for name in StrategyRegistry.available_strategies():
             if name.startswith("topt"):
                 other.StrategyRegistry.register(name, _refuse, override=True, description="needs `import lightning`")
+
+
+def register_names(name: str, strategy: Callable[..., Any], *, registry: Any, description: str) -> None:
+    """Register `name` with the endings that Lightning's ``ddp`` has.
+
+    ``_fork``, ``_spawn`` and ``_notebook`` are other ways to start ranks; each also with ``_find_unused_parameters_true`` and
+    ``_false``, the latter being what DistributedDataParallel does anyway.
+    """
+    for start, start_method in START_METHODS.items():
+        for unused in ("", "_find_unused_parameters_false", "_find_unused_parameters_true"):
+            options = {"find_unused_parameters": True} if unused.endswith("true") else {}
+            registry.register(
+                f"{name}{start}{unused}",
+                strategy,
+                override=True,
+                description=f"{description}; ranks start by `{start_method}`"
+                + ("; parameters may be unused in a step" if options else ""),
+                start_method=start_method,
+                **options,
+            )
+
+
+def _make_topt(**options: Any) -> Any:
+    """Factory of a strategy that is imported only when it is used."""
+    return importlib.import_module("lightning_topt.plugins.auto_parallel").AutoParallelStrategy(**options)
+
+
+def _make_compressed(**options: Any) -> Any:
+    return importlib.import_module("lightning_topt.plugins.compressed_ddp").CompressedDDPStrategy(**options)
 
 
 def _refuse(**_: Any) -> NoReturn:

@@ -2,99 +2,111 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib.metadata import version
-from typing import Any, TypeVar, cast
+import contextlib
+import io
+import warnings
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.memory import FAMILIES
 from lightning_topt.execution.memory import release_free_memory
 from lightning_topt.execution.mesh import check_world_size
-from lightning_topt.graph.batches import batch_sizes
-from lightning_topt.graph.capture import capture
+from lightning_topt.graph.capture import CaptureError, capture
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
-from lightning_topt.plugins.allowed_exchanges import AllowedExchanges, check_exchange_of_run, exchanges_of_run
-from lightning_topt.plugins.example_batch import example_batches
+from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run, exchanges_of_run
+from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning, profile_optimizers, search_plans
+from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
 from lightning_topt.plugins.read_options import UniformPlan
 
-T = TypeVar("T")
+Decision = tuple[ParallelPlan, Planning | None, str]
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """What the user asked of the planner; see `AutoParallelStrategy`. `own_hook`: the user exchanges gradients.
+def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decision:
+    """The plan for this fit, equal on every rank, what was searched (on rank 0), and where the plan comes from.
 
-    Raises PlanError for a plan whose gradient exchange is not allowed, ValueError where it would replace the user's.
+    A collective call. `batch` is the one that will be trained on; it is only looked at. Optimizers that the strategy has
+    set up are read; without any, the module's own are made on a fake copy. What cannot be planned runs as ``ddp`` does,
+    with a warning, unless the request insists.
     """
-
-    memory_limit: float | None = None
-    objective: str = "time"
-    plan: ParallelPlan | UniformPlan | None = None
-    cluster: Cluster | None = None
-    memory_margin: float = 0.05
-    only_replicated: bool = False
-    allowed: AllowedExchanges = field(default_factory=AllowedExchanges)
-    own_hook: bool = False
-
-    def __post_init__(self) -> None:
-        exchange = self.plan.gradient_exchange if isinstance(self.plan, ParallelPlan) else None
-        if isinstance(self.plan, ParallelPlan):
-            self.allowed.check(self.plan)
-        if self.own_hook and (exchange is not None or self.allowed.candidates):
-            raise ValueError(
-                "a plan's gradient exchange would replace your communication hook: leave out ddp_comm_hook and "
-                "mixed_precision, or allow_compression and the plan's gradient_exchange"
-            )
-
-
-def decide_plan(request: PlanRequest, trainer: pl.Trainer) -> tuple[ParallelPlan, Planning | None]:
-    """The plan for this fit, equal on every rank. A collective call; `Planning` on rank 0 when there was a search."""
     module = trainer.lightning_module
-    check_agreement(request, module)
     world_size = dist.get_world_size()
+    plain = uniform_plan(0, data_parallel_size=world_size)
     if not module.automatic_optimization:
-        return _manual_plan(request, world_size), None
+        _check_manual(request, plain)
+        return plain, None, "ddp: manual optimization"
     given = request.plan
-    if isinstance(given, UniformPlan) and given.stage < 2 and not given.recompute:
+    if isinstance(given, UniformPlan) and not request.needs_batch(module):
         given = uniform_plan(given.stage, data_parallel_size=world_size)
     if isinstance(given, ParallelPlan):
         check_world_size(given, world_size)
         _check_model(given, module)
         _check_features(given, request, trainer)
-        return given, None
-    # setup_data() waits for all ranks, so all of them call it, and a failure must not leave the others waiting later.
-    batches = on_every_rank(lambda: example_batches(trainer))
-    graph = on_rank_0(
-        lambda: capture(
-            module,
-            batches[0],
-            second_batch=batches[1],
-            forward_context=trainer.precision_plugin.forward_context,
-            device=trainer.strategy.root_device.type,
+        return given, None, "given"
+    try:
+        graph = capture_on_ranks(trainer, batch)
+        if isinstance(given, UniformPlan):
+            plan = given.of(graph, data_parallel_size=world_size)
+            _check_features(plan, request, trainer, graph)
+            return plan, None, "given"
+        return *_search(request, trainer, graph), "search"
+    except Exception as error:
+        if request.insists or is_of_collective(error):
+            raise
+        reason = " ".join(str(error).split())
+        rank_zero_warn(
+            f"topt: this training step cannot be planned, so it runs as strategy='ddp' does: nothing is lost but what a plan "
+            f"could have saved. The reason: {reason}"
         )
-    )
-    if isinstance(given, UniformPlan):
-        plan = given.of(graph, data_parallel_size=world_size)
-        _check_features(plan, request, trainer)
-        return plan, None
-    return _search(request, trainer, graph, samples=batch_sizes(*batches)[0])
+        return plain, None, f"ddp: {reason}"
 
 
-def _search(
-    request: PlanRequest, trainer: pl.Trainer, graph: OpGraph, *, samples: int
-) -> tuple[ParallelPlan, Planning | None]:
+def capture_on_ranks(trainer: pl.Trainer, batch: Any) -> OpGraph:
+    """The graph of rank 0's step: on fake tensors, or on real ones by all ranks where it depends on values.
+
+    A collective call. Raises what the last attempt raised.
+    """
+
+    def on(*, real: bool) -> OpGraph:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")  # all of it comes again in the step itself
+            return capture(
+                trainer.lightning_module,
+                batch,
+                batch_scaling=False,
+                real=real,
+                forward_context=trainer.precision_plugin.forward_context,
+                device=trainer.strategy.root_device.type,
+            )
+
+    def on_fake_tensors() -> OpGraph | str:
+        try:
+            return on(real=False)
+        except CaptureError as error:
+            if not error.needs_values:
+                raise
+            return str(error)
+
+    graph = on_rank_0(on_fake_tensors)
+    if isinstance(graph, str):
+        own = on_every_rank(lambda: on(real=True))
+        release_free_memory()
+        graph = on_rank_0(lambda: own)
+    assert isinstance(graph, OpGraph)
+    return graph
+
+
+def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[ParallelPlan, Planning | None]:
     module, device = trainer.lightning_module, trainer.strategy.root_device
     measure = request.cluster is None
     profile = on_every_rank(lambda: profile_optimizers(module, device=device, measure=measure))
@@ -111,8 +123,8 @@ def _search(
             cluster=cluster,
             optimizer=profile,
             device_counts=(dist.get_world_size(),),
-            global_batch_size=samples * dist.get_world_size(),
-            families=_families(request, trainer),
+            global_batch_size=graph.batch_size * dist.get_world_size(),
+            families=_families(request, trainer, graph),
             exchanges=exchanges_of_run(request.allowed, trainer),
             kernel_seconds=kernel_seconds,
         )
@@ -128,15 +140,16 @@ def _search(
 def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:
     """The point of `frontier` that meets `request`; no limit means the memory of a device. Raises NoPlanFitsError."""
     limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
-    return choose(frontier.points, objective=request.objective, memory_limit=limit, memory_margin=request.memory_margin)
+    margin = request.memory_margin
+    return choose(frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin)
 
 
-def _families(request: PlanRequest, trainer: pl.Trainer) -> tuple[str, ...]:
-    reason = _needs_whole_parameters(request, trainer)
+def _families(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[str, ...]:
+    reason = _needs_whole_parameters(request, trainer, graph)
     return ("replicated",) if reason else FAMILIES
 
 
-def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer) -> str | None:
+def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None) -> str | None:
     """Why plans with sharded parameters cannot run here, or None."""
     if request.only_replicated:
         return "options of DistributedDataParallel were given, and sharded plans do not run it"
@@ -145,13 +158,17 @@ def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer) -> str | 
         return "weight-averaging callbacks copy whole parameters"
     if trainer.precision == "16-true":
         return "16-true keeps no float32 weights to shard"
+    if graph is not None and graph.unused:
+        return f"the step gives {graph.unused[0]} no gradient, which only DistributedDataParallel sees and answers"
     return None
 
 
-def _check_features(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> None:
-    reason = _needs_whole_parameters(request, trainer) if plan.is_sharded else None
+def _check_features(
+    plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
+) -> None:
+    reason = _needs_whole_parameters(request, trainer, graph) if plan.is_sharded else None
     if reason:
-        raise PlanError(f"this plan shards parameters, but {reason}; choose ZeRO stage 0 or 1")
+        raise PlanError(f"this plan shards parameters, but {reason}; choose ZeRO level 0 or 1")
     check_exchange_of_run(plan, trainer)
 
 
@@ -165,10 +182,8 @@ def _check_model(plan: ParallelPlan, module: torch.nn.Module) -> None:
         )
 
 
-def _manual_plan(request: PlanRequest, world_size: int) -> ParallelPlan:
-    given = request.plan
-    plan = uniform_plan(0, data_parallel_size=world_size)
-    if given not in (None, plan, UniformPlan(0, recompute=False)):
+def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
+    if request.plan not in (None, plain, UniformPlan(0, recompute=False)):
         raise PlanError("manual optimization runs under the plan 'ddp' only: its steps cannot be seen in advance")
     if request.memory_limit is not None or request.objective != "time":
         raise ValueError(
@@ -180,70 +195,3 @@ def _manual_plan(request: PlanRequest, world_size: int) -> ParallelPlan:
             "manual optimization is not planned, so allow_compression chooses nothing; remove it, or use "
             'strategy="topt_compressed"'
         )
-    return plan
-
-
-# ---- agreement of the ranks -------------------------------------------------------------------------------------------
-
-
-def check_agreement(request: PlanRequest, module: torch.nn.Module) -> None:
-    """Raise RuntimeError on every rank when ranks differ in versions, options or model. A collective call."""
-    mine = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lightning": version("lightning"),
-        "options of the strategy": repr(request),
-        "parameters of the model": [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()],
-    }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, other in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if other[name] != value:
-                first, second = _first_difference(value, other[name])
-                raise RuntimeError(f"rank 0 and rank {rank} differ in {name}: {first} against {second}")
-
-
-def _first_difference(one: Any, two: Any) -> tuple[Any, Any]:
-    if not isinstance(one, list):
-        return one, two
-    for a, b in zip(one, two, strict=False):
-        if a != b:
-            return a, b
-    return f"{len(one)} entries", f"{len(two)} entries"
-
-
-class RemotePlanningError(RuntimeError):
-    """Planning failed on another rank; the message is that rank's."""
-
-
-def on_rank_0(function: Callable[[], T]) -> T:
-    """Run `function` on rank 0 and give every rank its result, or an error on every rank. A collective call."""
-    return _share(function, only_rank_0=True)
-
-
-def on_every_rank(function: Callable[[], T]) -> T:
-    """Run `function` on every rank; when one fails, all raise. A collective call (and `function` may hold some)."""
-    return _share(function, only_rank_0=False)
-
-
-def _share(function: Callable[[], T], *, only_rank_0: bool) -> T:
-    result: Any = None
-    error: BaseException | None = None
-    if dist.get_rank() == 0 or not only_rank_0:
-        try:
-            result = function()
-        except Exception as caught:
-            error = caught
-    messages: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RemotePlanningError(f"planning failed on rank {rank}: {message}")
-    if only_rank_0:
-        box = [result]
-        dist.broadcast_object_list(box, 0)
-        result = box[0]
-    return cast(T, result)

@@ -10,6 +10,8 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from lightning_topt.plugins.given_values import whole
+
 DEFAULT_EVERY_N_STEPS = 50  # where the Trainer logs nothing (log_every_n_steps=0) and only the progress bar shows it
 _HOOKS = (
     "_on_before_fetch",
@@ -48,9 +50,7 @@ class StallMonitor(pl.Callback):
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps is at least 1, got {every_n_steps}")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = None if every_n_steps is None else whole(every_n_steps, name="every_n_steps", least=1)
         self.total = DataWait(0, 0.0, 0.0)
         self._idle: _DeviceIdle | None = None
         self._last_step, self._fetch_started = 0, 0.0

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_topt.communication.argument_checks import check_whole
 from lightning_topt.costs.timing import synchronize
 from lightning_topt.execution.allocator import warm_up
 from lightning_topt.execution.memory import MemoryMeter
@@ -42,8 +43,7 @@ class StepMonitor(pl.Callback):
     """
 
     def __init__(self, *, warmup_steps: int = 5) -> None:
-        if warmup_steps < 1:
-            raise ValueError(f"warmup_steps must be at least 1 (the first builds optimizer state), got {warmup_steps}")
+        check_whole(warmup_steps, name="warmup_steps (the first builds optimizer state)")
         self.warmup_steps = warmup_steps
         self.measurement: StepMeasurement | None = None
         self._meter: MemoryMeter | None = None

@@ -20,6 +20,7 @@ from lightning_topt.data.loading.tuning import (
     memory_for_waiting,
     tune_loader,
 )
+from lightning_topt.plugins import given_values
 from lightning_topt.plugins.cached_data import TRAIN, replace_argument
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
@@ -52,8 +53,8 @@ class TunedDataModule(WrappedDataModule):
             where no workers are chosen.
         pin_memory: "auto": where the Trainer's device is a GPU of CUDA; without a Trainer, what the loader has.
         seconds: of the trials of each loader; a trial that has begun is not cut short, however slow its first batches are.
-        memory_bytes: of prepared batches that wait, on this rank. None: this rank's share of a tenth of the free memory, and of
-            half of the free shared memory.
+        memory_bytes: of prepared batches that wait, on this rank; a number or text (``"1GiB"``). None: this rank's share of a
+            tenth of the free memory, and of half of the free shared memory.
 
     Raises ValueError for values that are none, and for loaders that cannot be changed: of iterable data sets, and subclasses of
     DataLoader.
@@ -67,7 +68,7 @@ class TunedDataModule(WrappedDataModule):
         prefetch_factor: int | Auto | None = AUTO,
         pin_memory: bool | Auto | None = AUTO,
         seconds: float = 5.0,
-        memory_bytes: int | None = None,
+        memory_bytes: int | str | None = None,
     ) -> None:
         _check_count("num_workers", num_workers, least=0)
         _check_count("prefetch_factor", prefetch_factor, least=1)
@@ -75,11 +76,11 @@ class TunedDataModule(WrappedDataModule):
             raise ValueError(f'pin_memory is True, False, "auto" or None (as the loader has it), not {pin_memory!r}')
         if num_workers == 0 and isinstance(prefetch_factor, int):
             raise ValueError("prefetch_factor is of workers: give num_workers, or leave prefetch_factor out")
-        if seconds <= 0 or (memory_bytes is not None and memory_bytes <= 0):
-            raise ValueError("seconds and memory_bytes are positive")
+        seconds = given_values.seconds(seconds, name="seconds")
+        memory = None if memory_bytes is None else given_values.size(memory_bytes, name="memory_bytes")
         self.choices: dict[str, LoaderChoice] = {}  # by loader: "train", or "train/0", "train/name" of a collection
         self._num_workers, self._prefetch_factor, self._pin_memory = num_workers, prefetch_factor, pin_memory
-        self._seconds, self._memory_bytes, self._num_loaders = seconds, memory_bytes, 1
+        self._seconds, self._memory_bytes, self._num_loaders = seconds, memory, 1
         super().__init__(datamodule)
 
     @override

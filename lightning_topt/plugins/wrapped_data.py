@@ -25,6 +25,11 @@ class WrappedDataModule(pl.LightningDataModule):
 
     def __init__(self, datamodule: pl.LightningDataModule) -> None:
         super().__init__()
+        if not isinstance(datamodule, pl.LightningDataModule):
+            raise TypeError(
+                f"{type(self).__name__} wraps a LightningDataModule of `lightning`, not a {type(datamodule).__module__}."
+                f"{type(datamodule).__qualname__}: give it an instance of a subclass of lightning.pytorch.LightningDataModule"
+            )
         self.prepare_data_per_node = datamodule.prepare_data_per_node
         self.allow_zero_length_dataloader_with_multiple_devices = (
             datamodule.allow_zero_length_dataloader_with_multiple_devices

@@ -166,10 +166,15 @@ def test_plans_may_compress_gradients_where_the_command_line_allows_it(tmp_path)
     assert refused.returncode == 2 and "allow_compression=True" in refused.stderr
 
 
-def test_calibrate_writes_a_cluster(tmp_path):
-    finished(topt("calibrate", f"output={tmp_path}/cluster.yaml", folder=tmp_path))
+def test_calibrate_writes_a_cluster_and_keeps_it_for_later_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    output = finished(topt("calibrate", f"output={tmp_path}/cluster.yaml", folder=tmp_path))
     cluster = Cluster.load(tmp_path / "cluster.yaml")
     assert (cluster.devices_per_node, cluster.num_nodes, cluster.backend) == (2, 1, "gloo")
+    (kept,) = (tmp_path / "caches" / "lightning_topt" / "measurements").glob("*.json")
+    assert "measuring this machine" in output and str(kept) in "".join(output.split("\n"))
+    (entry,) = json.loads(kept.read_text())["entries"].values()
+    assert Cluster.from_dict(entry["value"]) == cluster
 
 
 def test_calibrate_under_torchrun(tmp_path):

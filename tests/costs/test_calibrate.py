@@ -1,10 +1,13 @@
 import os
+import random
 
+import numpy as np
 import pytest
 import torch
 
-from lightning_topt.costs.calibrate import _fit_link, calibrate, measure_kernels
+from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import COLLECTIVES, Cluster
+from lightning_topt.costs.measured_links import fit_link
 from lightning_topt.graph.kernels import encode_arguments
 from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph
 from tests.launch import run_ranks
@@ -28,7 +31,7 @@ def graph():
 
 def on_rank(rank):
     cluster = calibrate(device="cpu", budget_seconds=1.0)
-    return cluster.to_dict(), measure_kernels(graph(), budget_seconds=0.3)
+    return cluster.to_dict(), measure_kernels(graph(), budget_seconds=30.0)
 
 
 def test_two_ranks_measure_the_same_sane_cluster():
@@ -83,7 +86,27 @@ def test_several_ranks_on_two_nodes_measure_the_link_inside_too():
     cluster = clusters[0]
     assert all(other.intra == cluster.intra for other in clusters)
     assert (cluster.devices_per_node, cluster.num_nodes) == (2, 2)
-    ring = _fit_link(cluster.collectives, 4)
+    ring = fit_link(cluster.collectives, 4)
     assert cluster.inter is not None
     assert cluster.inter.bandwidth == pytest.approx(ring.bandwidth / 2)  # the ring has both ranks' shares
     assert cluster.intra != cluster.inter
+
+
+def states():
+    generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    return *generators, torch.is_grad_enabled(), torch.get_default_dtype()
+
+
+def test_generators_and_modes_are_as_before():
+    drawn = Kernel("aten.rand.default", encode_arguments(([4],), {}), Amount(), Amount(16))
+    op = Op("o", "X", "", "", (), (), (drawn,), (), Amount())
+    before = states()
+    calibrate(budget_seconds=0.1)
+    assert states() == before
+    assert len(measure_kernels(OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), (), 0, Amount()))) == 1
+    assert states() == before
+
+
+def test_known_kernels_are_not_measured():
+    first, *others = measure_kernels(graph(), budget_seconds=30.0)
+    assert list(measure_kernels(graph(), budget_seconds=30.0, known={first})) == others

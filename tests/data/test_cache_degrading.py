@@ -98,9 +98,9 @@ def test_ranks_without_a_folder_share_one_memory(tmp_path, monkeypatch, silent):
 
 def test_what_another_user_has_put_in_its_place_is_not_written(tmp_path, monkeypatch, shared):
     broken(monkeypatch, tmp_path, errno.ENOSPC)
-    make(tmp_path / "new", disk=0).close()
+    cache = make(tmp_path / "new", disk=0)
     (name,) = os.listdir(shared)
-    (shared / name).unlink()
+    cache.close()
     target = shared / "target"
     target.write_text("mine")
     (shared / name).symlink_to(target)
@@ -135,22 +135,26 @@ def test_what_is_left_out_is_left_out_in_workers_too(tmp_path, monkeypatch):
 def _work_on_a_full_disk(directory, pickled, out):
     patch = pytest.MonkeyPatch()
     broken(patch, directory, errno.ENOSPC)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            cache = pickle.loads(pickled)
-            out.put((epoch(cache), os.fstat(cache.memory.file.descriptor).st_ino, [str(one.message) for one in caught]))
-        except OSError as error:
-            out.put(error)
+    for each in pickled:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                cache = pickle.loads(each)
+                found = epoch(cache), os.fstat(cache.memory.file.descriptor).st_ino
+                out.put((*found, [str(one.message) for one in caught]))
+            except OSError as error:
+                out.put(error)
 
 
-@pytest.mark.parametrize("disk", [0, ITEMS])
-def test_workers_that_start_when_the_disk_is_full_share_the_memory(tmp_path, disk):
-    cache, out = make(tmp_path, disk=disk), SPAWN.Queue()
-    epoch(cache)
-    worker = SPAWN.Process(target=_work_on_a_full_disk, args=(tmp_path, pickle.dumps(cache), out))
+def test_workers_that_start_when_the_disk_is_full_share_the_memory(tmp_path):
+    caches, out = [make(tmp_path / str(disk), disk=disk) for disk in (0, ITEMS)], SPAWN.Queue()
+    for cache in caches:
+        epoch(cache)
+    pickled = [pickle.dumps(cache) for cache in caches]
+    worker = SPAWN.Process(target=_work_on_a_full_disk, args=(tmp_path, pickled, out))
     worker.start()
-    assert out.get(timeout=120) == ([], os.fstat(cache.memory.file.descriptor).st_ino, [])
+    for cache in caches:
+        assert out.get(timeout=120) == ([], os.fstat(cache.memory.file.descriptor).st_ino, [])
     worker.join()
 
 

@@ -194,7 +194,8 @@ def test_a_damaged_header_is_found_out_and_the_sample_read_again(tmp_path, at):
 
 def test_in_spawned_workers(tmp_path):
     data = BatchDataset(CachedDataset(Augmented(), SampleCache(tmp_path, fingerprint="f", num_items=ITEMS, **MEMORY)))
-    loader = DataLoader(data, 8, collate_fn=collate, num_workers=1, multiprocessing_context="spawn")
+    options = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
+    loader = DataLoader(data, 8, collate_fn=collate, **options)
     for _ in range(2):
         assert sum(len(batch) for batch in loader) == ITEMS
     statistics = data.cache.statistics()

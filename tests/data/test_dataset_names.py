@@ -46,8 +46,73 @@ def test_a_change_is_another_name(names):
         after = names.name_of(data)
     assert after == names.name_of(data) == fingerprint(Items(16)) != before
     data.size = 8
-    with pytest.warns(UserWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it has said so
         assert names.name_of(data) == before
+
+
+class Counting(Items):
+    """Counts how often it is read."""
+
+    def __init__(self, **more):
+        super().__init__(calls=0, seen=[], **more)
+
+    def read(self):
+        self.calls += 1
+        self.seen.append(self.calls)
+
+
+def test_it_is_said_once_which_attributes_change_and_what_to_do(names):
+    data = Counting()
+    names.name_of(data)
+    with pytest.warns(UserWarning, match=r"Counting is not as it was .*\(calls, seen changed\)") as caught:
+        for _ in range(5):
+            data.read()
+            names.name_of(data)
+    assert len(caught) == 1 and "ignored_by_cache = ('calls', 'seen')" in str(caught[0].message)
+    data.size = 16
+    with pytest.warns(UserWarning, match=r"\(size changed\)"):
+        names.name_of(data)
+
+
+@pytest.mark.parametrize("ignored", [("calls", "seen"), ["seen", "calls"], {"calls", "seen"}])
+@pytest.mark.parametrize("of_class", [True, False])
+def test_what_is_ignored_is_no_change(names, unwarned, ignored, of_class):
+    cls = type("Ignoring", (Counting,), {"ignored_by_cache": ignored} if of_class else {})
+    data = cls() if of_class else cls(ignored_by_cache=ignored)
+    before = names.name_of(data)
+    data.read()
+    data.seen.append(threading.Lock())  # what has no name is ignored too
+    assert names.name_of(data) == before == fingerprint(data)
+    data.size = 16
+    assert fingerprint(data) != before
+
+
+def test_one_name_is_ignored(names):
+    data = Items(calls=0, ignored_by_cache="calls")
+    before = fingerprint(data)
+    data.calls = 1
+    assert fingerprint(data) == before
+    data.size = 1
+    assert fingerprint(data) != before
+
+
+def test_one_that_is_made_anew_in_each_epoch_says_what_is_never_the_same(names):
+    def epoch(number, place="train"):
+        return names.name_of(Items(made_at=number, paths=["a", "b"]), place=place)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epoch(0), epoch(1)  # a second fit may have other data
+        epoch(2, "validation"), epoch(3, "test")
+    with pytest.warns(UserWarning, match=r"Items is made anew .*\(made_at changed\).*ignored_by_cache") as caught:
+        for number in range(4, 8):
+            epoch(number)
+    assert len(caught) == 1
+
+
+def test_equal_ones_that_are_made_anew_say_nothing(names, unwarned):
+    assert len({names.name_of(Items(paths=["a"]), place="train") for _ in range(4)}) == 1
 
 
 def test_what_had_no_value_may_be_a_change(names):

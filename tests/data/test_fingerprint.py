@@ -23,7 +23,6 @@ from lightning_topt.data.cache.determinism import deterministic
 from lightning_topt.data.cache.fingerprint import UnnamableError, fingerprint
 from lightning_topt.data.cache.fingerprint_packages import version
 from lightning_topt.data.cache.sample_cache import SampleCache
-from tests.data.users_code import named_in_other_processes
 
 CODE = """
 import functools
@@ -111,12 +110,6 @@ def test_cycles_and_shared_parts():
 def test_randomness_is_no_part_of_it():
     first, second = (torch.Generator().manual_seed(seed) for seed in (1, 2))
     assert fingerprint(made(first)) == fingerprint(made(second))
-
-
-def test_equal_in_another_process_with_another_hash_seed(tmp_path):
-    (tmp_path / "users_module.py").write_text(CODE.format(factor=2, constant=5, added=1))
-    value = "Data([{'x', 'y', 'z'}, frozenset('abcdef'), torch.nn.Linear])"
-    assert len(named_in_other_processes(tmp_path, value)) == 1
 
 
 def test_files_that_are_named_count_with_size_and_time(tmp_path):

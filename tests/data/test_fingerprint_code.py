@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_topt.data.cache.fingerprint import fingerprint
+from tests.data.test_fingerprint import CODE
 from tests.data.users_code import HELPERS, USES, data_of, executed, named_in_other_processes, unseen, write
 
 __all__ = ["unseen"]  # a fixture
@@ -145,5 +146,8 @@ class Data:
 
 
 def test_equal_in_processes_with_other_hash_seeds_and_addresses(tmp_path):
-    write(tmp_path, {"users_module.py": HELPERS.format(added=1) + USERS % ", ".join(USES), "helpers.py": "one = len"})
-    assert len(named_in_other_processes(tmp_path, "using()")) == 1
+    code = HELPERS.format(added=1) + USERS % ", ".join(USES)
+    plain = CODE.format(factor=2, constant=5, added=1)
+    write(tmp_path, {"users_module.py": code, "helpers.py": "one = len", "plain_module.py": plain})
+    data = "plain_module.Data([{'x', 'y', 'z'}, frozenset('abcdef'), torch.nn.Linear])"
+    assert [len(names) for names in named_in_other_processes(tmp_path, "users_module.using()", data)] == [1, 1]

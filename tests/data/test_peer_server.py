@@ -7,6 +7,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -35,9 +36,11 @@ __all__ = ["nodes", "pair"]  # fixtures
 # All that the process has of this package:
 NAMES = [
     "cache.memory_file",
+    "cache.own_files",
     "cache.segment_store",
     "cache.store_file",
     "peers.channel",
+    "peers.entrance",
     "peers.protocol",
     "peers.service",
 ]
@@ -269,3 +272,58 @@ def test_addresses_of_another_family(nodes):
     )
     assert plain(peers.fetch(THEIRS[:1])) == [payload(THEIRS[0])]
     server.close()
+
+
+HELLO = len(MAGIC) + 32
+
+
+def strangers(address, sources):
+    """Connections that say nothing, one from each address of this machine."""
+    return [socket.create_connection(address, timeout=30, source_address=(source, 0)) for source in sources]
+
+
+def greet(connection):
+    """Read what the server says first."""
+    connection.settimeout(60)
+    assert len(connection.recv(HELLO, socket.MSG_WAITALL)) == HELLO
+
+
+def may_stay(connection):
+    """Whether the server has not hung up."""
+    return not select.select([connection], [], [], 0)[0]
+
+
+@pytest.mark.parametrize("limits", [{}, {"strangers": 64}], ids=["usual", "64"])
+def test_a_flood_of_strangers_keeps_no_peer_out(nodes, limits):
+    two = nodes(2, proof_seconds=120, **limits)
+    for item in THEIRS:
+        two[1].memory.write(item, [payload(item)])
+    known = client(two)
+    assert is_well(known)
+    flood = strangers(two[1].server.address, [HERE, "127.0.0.2"] * 150 + [f"127.0.1.{n}" for n in range(1, 201)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert is_well(known)
+        for _ in range(20):
+            late = client(two)  # on a connection of its own
+            assert is_well(late)
+            late.close()
+    known.close()
+    if not limits:
+        for each in flood:
+            greet(each)
+        assert all(map(may_stay, flood))  # nobody had to leave before a peer could come in
+    for each in flood:
+        each.close()
+
+
+def test_strangers_from_one_address_send_nobody_away_who_came_from_another(nodes):
+    address = nodes(2, strangers=8, proof_seconds=120)[1].server.address
+    (slow,) = strangers(address, [HERE])  # a peer on a busy machine
+    greet(slow)
+    flood = strangers(address, ["127.0.0.2"] * 40)
+    for each in flood:
+        greet(each)
+    assert may_stay(slow) and sum(map(may_stay, flood)) <= 8
+    for each in (slow, *flood):
+        each.close()

@@ -122,7 +122,10 @@ def test_any_file_system(tmp_path, kind):
     data.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "multiprocessing_context": "spawn"}])
+SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}  # starting one takes long
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, SPAWNED], ids=["alone", "workers", "spawned"])
 def test_http_is_asked_once(tmp_path, server, options):
     data = cached(tmp_path, http_urls(server), **options)
     loader = data.train_dataloader()
@@ -132,7 +135,9 @@ def test_http_is_asked_once(tmp_path, server, options):
     server.requests.clear()
     assert right(loader) and right(loader)
     data.close()
-    again = cached(tmp_path, http_urls(server), **options)  # the next run, from the disk
+    again = cached(
+        tmp_path, http_urls(server), **({} if options is SPAWNED else options)
+    )  # the next run, from the disk
     assert right(again.train_dataloader()) and not server.requests
     again.close()
 

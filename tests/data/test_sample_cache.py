@@ -92,6 +92,8 @@ def test_processes_share_one_memory(tmp_path, context):
     assert out.get(timeout=120)[0] == list(range(ITEMS))
     first.join()
     assert epoch(cache) == []
+    if context is SPAWN:  # that a spawned one finds what is there: see test_cache_degrading
+        return
     second = context.Process(target=_worker, args=(cache, out))
     second.start()
     assert out.get(timeout=120)[0] == []

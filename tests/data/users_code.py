@@ -165,15 +165,18 @@ def write(folder, files):
         (folder / name).write_text(text)
 
 
-def named_in_other_processes(folder, value):
-    """What two processes with other hash seeds call the same thing: `value` of `users_module` in `folder`."""
-    code = (
-        "import users_module, torch\nfrom lightning_topt.data.cache.fingerprint import fingerprint\n"
-        f"print(fingerprint(users_module.{value}))"
-    )
-    names = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
-        job = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        names.add(job.stdout.strip())
-    return names
+def named_in_other_processes(folder, *values):
+    """What two processes with other hash seeds call each of `values`, which are things of modules in `folder`."""
+    modules = ", ".join(sorted({value.partition(".")[0] for value in values}))
+    names = ", ".join(f"fingerprint({value})" for value in values)
+    code = f"import {modules}, torch\nfrom lightning_topt.data.cache.fingerprint import fingerprint\nprint({names})"
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=environment | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE
+        )
+        for seed in ("1", "2")
+    ]
+    said = [job.communicate()[0].decode().split() for job in jobs]
+    assert [len(each) for each in said] == [len(values)] * 2
+    return [set(each) for each in zip(*said, strict=True)]

@@ -54,7 +54,7 @@ def allocator_peaks(module: nn.Module, batch: Any) -> tuple[int, int]:
 
 def saved_bytes(module: nn.Module, batch: Any) -> int:
     """Bytes of the distinct storages that autograd saves, without parameters, buffers and the batch."""
-    from lightning_topt.graph.fake import tensors_in
+    from lightning_topt.graph.structures import tensors_in
 
     seen = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers(), *tensors_in(batch))}
     sizes: dict[int, int] = {}

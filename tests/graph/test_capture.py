@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import resource
 import time
@@ -15,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_topt.graph.capture import _run, capture
+from lightning_topt.graph.capture import capture
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.step_run import StepRun
 from tests.graph.measure import BlockMemory, allocator_peaks, run_step, saved_bytes
 from tests.models import GPT, MLP, Branching, CalledTwice, ConvNet, DictBatch, batch_for
 
@@ -182,9 +182,7 @@ WIDE += [ConvNet(8), MLP((512, 512, 512, 512)), Branching(256), CalledTwice(256)
 )
 def test_peaks_are_those_of_the_real_allocator(module: Any) -> None:
     batch = batch_for(module, 16)
-    _, recording, _ = _run(
-        module, batch, samples=(16, 16), forward_context=contextlib.nullcontext, device=torch.device("cpu")
-    )
+    _, recording, _ = StepRun(module).record(batch)
     for storage in recording.storages:
         storage.is_gradient = False  # the allocator counts parameter gradients
     start = recording.backward_start
@@ -213,9 +211,7 @@ def test_segments_cover_forward_and_backward() -> None:
     module = GPT(3)
     batch = batch_for(module)
     graph = capture(module, batch)
-    _, recording, _ = _run(
-        module, batch, samples=(4, 4), forward_context=contextlib.nullcontext, device=torch.device("cpu")
-    )
+    _, recording, _ = StepRun(module).record(batch)
     kept, forward, backward = 0.0, [], []
     for segment in graph.timeline:
         forward.append(kept + segment.forward_peak_bytes.at(4))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 
 import pytest
 
 from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import NoPlanFitsError, PlanFrontier, PlanPoint, choose
-from lightning_topt.plan.parallel_plan import uniform_plan
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, uniform_plan
 
 MIB = 2.0**20
 
@@ -55,9 +57,103 @@ def test_choice_is_the_best_of_all_that_fit() -> None:
 
 def test_reason_names_the_neighbours() -> None:
     reason = choose(POINTS, memory_limit=700 * MIB, devices=2).plan.reason
-    assert reason.startswith("The fastest step within 700.00 MiB per device: 1.5 s and 600.00 MiB")
+    assert reason.startswith(
+        "The fastest step that fits into a limit of 700.00 MiB per device: 1.5 s and 600.00 MiB predicted"
+    )
     assert "saves 33.3 % of the time and needs 1.03 GiB with its margin, above the limit" in reason
     assert "saves 200.00 MiB and is 33.3 % slower" in reason
+
+
+# ---- the simplest of those that are as good ---------------------------------------------------------------------------
+
+
+def mixed(
+    seconds: float, mib: float, *configs: tuple[int, bool], root: int | None = None, lossy: bool = False
+) -> PlanPoint:
+    blocks = [BlockPlan(f"b{k}", OpConfig.zero(level, recompute=again)) for k, (level, again) in enumerate(configs)]
+    root = (2 if configs[0][0] >= 2 else configs[0][0]) if root is None else root
+    exchange = ExchangeOptions() if lossy else None
+    plan = ParallelPlan(2, (*blocks, BlockPlan("", OpConfig.zero(root))), gradient_exchange=exchange)
+    return PlanPoint(seconds, mib * MIB, 2, plan)
+
+
+SIMPLEST_FIRST = [
+    mixed(1.14, 900, (0, False), (0, False)),
+    mixed(1.13, 890, (1, False), (1, False)),
+    mixed(1.12, 880, (0, True), (0, True)),
+    mixed(1.11, 870, (0, False), (0, False), root=1),
+    mixed(1.10, 860, (0, False), (1, False), (1, False)),
+    mixed(1.09, 850, (0, False), (0, True)),
+    mixed(1.08, 840, (0, False), (1, True), (1, False)),
+    mixed(1.07, 830, (2, False), (2, False)),
+    mixed(1.06, 820, (3, False), (3, False)),
+    mixed(1.05, 810, (3, True), (3, True)),
+    mixed(1.04, 800, (2, False), (3, False)),
+    mixed(1.00, 790, (0, False), (0, False), lossy=True),
+]
+
+
+@pytest.mark.parametrize("place", range(len(SIMPLEST_FIRST)))
+def test_the_simplest_of_the_plans_that_are_as_fast(place: int) -> None:
+    points = SIMPLEST_FIRST[place:]
+    for seed in range(3):
+        assert choose(random.Random(seed).sample(points, len(points))) == points[0]
+
+
+@pytest.mark.parametrize("objective", ["time", "devices"])
+def test_a_complicated_plan_needs_to_be_faster_by_more_than_the_error(objective: str) -> None:
+    whole, sharded = mixed(1.14, 900, (0, False)), mixed(1.0, 500, (3, False))
+    assert choose([whole, sharded], objective=objective) == whole
+    assert choose([dataclasses.replace(whole, step_seconds=1.16), sharded], objective=objective) == sharded
+    assert choose([whole, sharded], objective=objective, time_error=0.1) == sharded
+    assert choose([whole, sharded], objective=objective, memory_limit=800 * MIB) == sharded
+
+
+def test_least_memory_is_exact_to_one_percent() -> None:
+    least = mixed(2.0, 100, (3, False), (2, True))
+    assert choose([least, mixed(2.5, 100.9, (3, False), (3, False))], objective="memory").plan.summary().count(",") == 1
+    assert choose([least, mixed(1.0, 101.1, (3, False), (3, False))], objective="memory") == least
+
+
+def test_reason_of_a_simple_plan_says_what_it_gives_up() -> None:
+    whole, sharded = mixed(1.1, 900, (0, False)), mixed(1.0, 500, (3, False))
+    assert choose([whole, sharded], memory_limit=1000 * MIB).plan.reason == (
+        "As fast as any plan that fits into a limit of 1000.00 MiB per device, within the prediction's error of 15 %, and the "
+        "simplest of these: 1.1 s and 900.00 MiB predicted on 2 device(s); the fastest (1 x ZeRO-3, 1 x ZeRO-2) saves 9.1 % of "
+        "the time; the next smaller plan (1 x ZeRO-3, 1 x ZeRO-2) saves 400.00 MiB and 9.1 % of the time."
+    )
+    least = choose(
+        [mixed(1.0, 100, (3, False), (2, True)), mixed(1.0, 100.5, (3, False))], objective="memory"
+    ).plan.reason
+    assert least.startswith(
+        "As small as any plan, within the prediction's error of 1 %, and the simplest of these: 1 s and"
+    )
+
+
+def test_a_choice_is_the_simplest_within_the_error_of_all_that_fit() -> None:
+    generator = random.Random(1)
+    order = [p.plan for p in SIMPLEST_FIRST]
+    for _ in range(200):
+        points = [PlanPoint(1 + generator.random(), 100 * generator.random(), 2, plan) for plan in order]
+        limit = 110 * generator.random() + min(p.peak_bytes for p in points)
+        fitting = [p for p in points if p.peak_bytes * 1.05 <= limit]
+        if fitting:
+            fastest = min(p.step_seconds for p in fitting)
+            assert choose(points, memory_limit=limit) == next(p for p in fitting if p.step_seconds <= 1.15 * fastest)
+
+
+def test_candidates_are_the_frontier_and_uniform_plans() -> None:
+    uniform = [mixed(1.05, 950, (0, False)), mixed(1.0, 900, (0, False), root=1)]
+    frontier = PlanFrontier.of([uniform[1]], uniform=uniform)
+    assert frontier.points == (uniform[1],) and frontier.candidates == (uniform[1], uniform[0])
+    assert choose(frontier.candidates) == uniform[0]
+    assert frontier.shown_with(uniform[0]) == (uniform[1], uniform[0]) and frontier.shown_with(uniform[1]) == (
+        uniform[1],
+    )
+    assert PlanFrontier.from_json(frontier.to_json()) == frontier
+    old = json.loads(frontier.to_json())
+    del old["uniform"]
+    assert PlanFrontier.from_json(json.dumps(old)).candidates == (uniform[1],)
 
 
 def test_a_compressed_plan_says_so_and_what_exact_ones_cost() -> None:

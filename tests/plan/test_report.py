@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 import matplotlib
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.axes import Axes
 from rich.console import Console
 
 from lightning_topt.communication.options import ExchangeOptions
@@ -146,6 +147,21 @@ def test_png_leaves_pyplot_alone(tmp_path):
     save_png(tmp_path / "x.png", frontier(3), frontier(3)[0])
     assert dict(matplotlib.rcParams) == settings and matplotlib.get_backend() == backend
     assert plt.get_fignums() == []
+
+
+def test_a_chosen_plan_that_is_beaten_stands_beside_the_line(tmp_path, monkeypatch):
+    lines = []
+    plot = Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda axes, *args, **kwargs: lines.append((args, kwargs)) or plot(axes, *args, **kwargs)
+    )
+    points = frontier(4)
+    beaten = point(points[1].step_seconds * 1.05, points[1].peak_bytes + 1)
+    save_png(tmp_path / "x.png", [*points, beaten], beaten)
+    stairs = [args for args, kwargs in lines if kwargs.get("drawstyle")]
+    assert [list(args[1]) for args in stairs] == [[p.step_seconds for p in points]]
+    markers = [args for args, kwargs in lines if "label" in kwargs]
+    assert [len(args[0]) for args in markers] == [5]
 
 
 def test_page_loads_nothing(tmp_path):

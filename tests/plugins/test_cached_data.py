@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 import random
+import socket
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +14,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, random_split
 
 from lightning_topt.data.cache.determinism import NotDeterministicError, deterministic
+from lightning_topt.plugins import cache_defaults
 from lightning_topt.plugins.cached_data import CachedDataModule
 from tests.plugins.trainer_ranks import on_ranks
 
@@ -251,4 +254,42 @@ def test_a_random_data_set_is_refused(tmp_path):
 
 def test_no_room_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="room"):
-        CachedDataModule(Module(), directory=tmp_path)
+        CachedDataModule(Module(), directory=tmp_path, memory_bytes=0)
+
+
+def test_without_numbers_it_has_a_quarter_of_the_free_memory_and_a_folder_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache_defaults, "available_bytes", lambda: 1 << 30)
+    module = CachedDataModule(Validated(dataset=Numbers()))
+    module.train_dataloader(), module.val_dataloader()
+    first, second = module._caches.values()
+    assert (first.memory_bytes, second.memory_bytes) == (1 << 28, 3 << 26) and first.disk is None
+    module.close()
+    (host,) = (tmp_path / "lightning_topt" / "samples").iterdir()
+    assert host.name == socket.gethostname()
+    assert fit(CachedDataModule(Module()))[0] == fit(Module())[0]
+
+
+class Validated(Module):
+    def val_dataloader(self):
+        return DataLoader(Numbers(start=1), batch_size=4)
+
+
+def test_the_users_cache_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_defaults.default_directory().parents[2] == tmp_path / ".cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the standard says to ignore
+    assert cache_defaults.default_directory().parents[2] == tmp_path / ".cache"
+    monkeypatch.setattr(pathlib.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert cache_defaults.default_directory().is_absolute()
+
+
+def test_little_free_memory_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_defaults, "available_bytes", lambda: 0)
+    assert fit(CachedDataModule(Module(), directory=tmp_path))[0] == fit(Module())[0]
+
+
+def test_sizes_are_numbers_or_text(tmp_path):
+    module = CachedDataModule(Module(), directory=tmp_path, memory_bytes="1.5KiB", disk_bytes=2e3)
+    assert (module.memory_bytes, module.disk_bytes) == (1536, 2000)

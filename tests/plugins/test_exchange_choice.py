@@ -64,6 +64,8 @@ def test_search_is_brute_force_over_blocks_and_exchanges(seed, bandwidth):
         for point in every_plan(graph, cluster=machines, optimizer=optimizer, count=count, exchanges=EXCHANGES)
     ]
     expected = PlanFrontier.of(everything)
+    known = {(p.devices, p.step_seconds, p.peak_bytes) for p in everything}
+    assert {(p.devices, p.step_seconds, p.peak_bytes) for p in found.uniform} <= known
     assert [(p.devices, p.step_seconds, p.peak_bytes) for p in found.points] == [
         (p.devices, pytest.approx(p.step_seconds), pytest.approx(p.peak_bytes)) for p in expected.points
     ]

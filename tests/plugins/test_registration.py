@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
+import lightning_topt
 from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy
 
 
@@ -25,13 +26,73 @@ def run(code: str, **environment: str) -> str:
     return result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(("suffix", "start_method"), [("", "popen"), ("_fork", "fork"), ("_spawn", "spawn")])
+STARTS = [("", "popen"), ("_fork", "fork"), ("_spawn", "spawn"), ("_notebook", "fork")]
+
+
+@pytest.mark.parametrize(("suffix", "start_method"), STARTS)
 @pytest.mark.parametrize(("name", "kind"), [("topt", AutoParallelStrategy), ("topt_compressed", CompressedDDPStrategy)])
 def test_names(name: str, kind: type[DDPStrategy], suffix: str, start_method: str) -> None:
     assert name + suffix in StrategyRegistry.available_strategies()
     strategy = L.Trainer(strategy=name + suffix, accelerator="cpu", devices=2, logger=False).strategy
     assert isinstance(strategy, kind) and isinstance(strategy, DDPStrategy)
     assert strategy._start_method == start_method
+    assert strategy._ddp_kwargs.get("find_unused_parameters", False) is False
+
+
+@pytest.mark.parametrize("start", [start for start, _ in STARTS])
+@pytest.mark.parametrize("unused", ["_find_unused_parameters_true", "_find_unused_parameters_false"])
+def test_every_name_of_ddp_has_its_twins(start: str, unused: str) -> None:
+    expected = StrategyRegistry.get(f"ddp{start}{unused}")
+    for name, kind in (("topt", AutoParallelStrategy), ("topt_compressed", CompressedDDPStrategy)):
+        ours = StrategyRegistry.get(f"{name}{start}{unused}")
+        assert type(ours) is kind and ours._start_method == expected._start_method
+        asked = expected._ddp_kwargs["find_unused_parameters"]
+        assert ours._ddp_kwargs.get("find_unused_parameters", False) is asked
+    if unused.endswith("false"):  # what DDP does anyway keeps no plan out
+        assert not StrategyRegistry.get(f"topt{start}{unused}").request.only_replicated
+    names = {name for name in StrategyRegistry.available_strategies() if name.startswith("ddp")}
+    assert {name.replace("ddp", "topt", 1) for name in names} <= set(StrategyRegistry.available_strategies())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"), [(AutoParallelStrategy, "topt"), (CompressedDDPStrategy, "topt_compressed")]
+)
+def test_advice_on_unused_parameters_keeps_the_user_with_topt(strategy: type[DDPStrategy], name: str) -> None:
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+    strategy().on_exception(error)
+    assert f"strategy='{name}_find_unused_parameters_true'" in str(error)
+    assert f"strategy={strategy.__name__}(find_unused_parameters=True)" in str(error) and "DDPStrategy(" not in (
+        str(error).replace(strategy.__name__, "")
+    )
+
+
+def test_the_classes_are_imported_when_they_are_used() -> None:
+    output = run(
+        """
+        import sys, lightning.pytorch
+        before = set(sys.modules)
+        import lightning_topt
+        added = {name for name in set(sys.modules) - before if not name.startswith(("lightning_topt", "topt_console"))}
+        print("ADDED", sorted(added), [m for m in sys.modules if m.startswith("lightning_topt.")])
+        from lightning_topt import *
+        assert set(lightning_topt.__all__) <= set(dir()) and set(lightning_topt.__all__) <= set(dir(lightning_topt))
+        import pickle
+        for name in lightning_topt.__all__:
+            assert pickle.loads(pickle.dumps(getattr(lightning_topt, name))) is getattr(lightning_topt, name)
+        try:
+            lightning_topt.AutoParalelStrategy
+        except AttributeError as error:
+            print("SAYS", error)
+        """
+    )
+    assert "ADDED [] ['lightning_topt.plugins', 'lightning_topt.plugins.register']" in output
+    assert "SAYS module 'lightning_topt' has no attribute 'AutoParalelStrategy'" in output
+
+
+def test_every_public_name_has_a_home() -> None:
+    for name in lightning_topt.__all__:
+        assert getattr(lightning_topt, name).__name__ == name
+    assert {*lightning_topt._HOMES, "register_strategies"} == set(lightning_topt.__all__)
 
 
 def test_local_steps_have_no_name() -> None:

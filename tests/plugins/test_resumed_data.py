@@ -24,13 +24,34 @@ class Numbers(Dataset):
 
 
 class Module(pl.LightningDataModule):
-    def __init__(self, *, several=False, **options):
+    def __init__(self, *, several=False, loader=DataLoader, **options):
         super().__init__()
-        self.several, self.options = several, options
+        self.several, self.loader, self.options = several, loader, options
 
     def train_dataloader(self):
-        loader = DataLoader(Numbers(), BATCH, **({"shuffle": True} | self.options))
+        loader = self.loader(Numbers(), BATCH, **({"shuffle": True} | self.options))
         return [loader, DataLoader(Numbers(), BATCH, shuffle=True)] if self.several else loader
+
+
+class Stateful(DataLoader):
+    """A user's own: in an order of its own, and resumable by itself."""
+
+    def __init__(self, dataset, batch_size, *, shuffle):
+        super().__init__(dataset, batch_size)
+        self.epoch, self.batches = -1, 0
+
+    def __iter__(self):
+        self.epoch, start = self.epoch + (self.batches == 0), self.batches
+        order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(self.epoch)).split(BATCH)
+        for batch in order[start:]:
+            self.batches = (self.batches + 1) % len(order)
+            yield torch.stack([self.dataset[index] for index in batch.tolist()])
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "batches": self.batches}
+
+    def load_state_dict(self, state):
+        self.epoch, self.batches = state["epoch"], state["batches"]
 
 
 class Model(BoringModel):
@@ -61,18 +82,27 @@ def fit(tmp_path, *, resume=None, seed=1, save=STOP, epochs=3, data=None, **opti
     return model.seen
 
 
-@pytest.mark.parametrize(
-    "data", [{}, {"num_workers": 2, "persistent_workers": True}, {"several": True}], ids=["alone", "workers", "several"]
-)
+DATA = {
+    "alone": {},
+    "in order": {"shuffle": False},
+    "workers": {"num_workers": 2, "persistent_workers": True},
+    "several": {"several": True},
+    "their own": {"loader": Stateful},
+}
+
+
+@pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 @pytest.mark.filterwarnings("error:.*not resumable.*")
 def test_the_rest_of_the_epoch_is_that_of_the_run_that_went_on(tmp_path, data):
     whole = fit(tmp_path, data=data)
-    rest = fit(tmp_path, resume=f"step={STOP}.ckpt", seed=2, data=data)
+    rest = fit(tmp_path, resume=f"step={STOP}.ckpt", save=3, seed=2, data=data)
     assert [epoch for epoch, _ in whole] == 6 * [0] + 6 * [1] + 6 * [2]
     assert rest[:3] == whole[STOP:12]  # the rest of the second epoch
     assert [epoch for epoch, _ in rest] == 3 * [1] + 6 * [2]
     last = [index for _, parts in rest[3:] for index in parts[0]]
     assert sorted(last) == list(range(ITEMS))
+    again = fit(tmp_path, resume="step=15.ckpt", save=100, seed=3, data=data)
+    assert again[:3] == rest[6:]
 
 
 @pytest.mark.parametrize("options", [{"epochs": 3}, {"epochs": -1, "max_steps": 12, "limit_train_batches": 4}])
@@ -85,12 +115,25 @@ def test_a_fit_that_was_saved_at_the_end_of_an_epoch_begins_the_next(tmp_path, o
     assert len(set(first)) == save * BATCH
 
 
-def _fit_two_ranks(rank, tmp_path, resume):
-    return fit(tmp_path, resume=resume, save=4, devices=2, strategy="ddp")
+RANKS = {"shuffled": {}, "in order": {"shuffle": False}, "several": {"several": True}}
+
+
+def _fit_two_ranks(rank, tmp_path):
+    """What is seen by a whole fit, by one that is resumed in its second epoch, and by one resumed from that."""
+    seen = {}
+    for name, data in RANKS.items():
+        resumed = [None, "step=4.ckpt", "step=8.ckpt"]
+        options = {"save": 4, "devices": 2, "strategy": "ddp", "data": data, "epochs": 4}
+        seen[name] = [fit(tmp_path / name, resume=resume, **options) for resume in resumed]
+    return seen
 
 
 def test_two_ranks_go_on_with_their_own_parts(tmp_path):
-    whole = on_ranks(_fit_two_ranks, tmp_path, None)
-    rest = on_ranks(_fit_two_ranks, tmp_path, "step=4.ckpt")
-    for before, after in zip(whole, rest, strict=True):
-        assert after == before[4:]  # a DistributedSampler's order depends on seed and epoch alone
+    parts = on_ranks(_fit_two_ranks, tmp_path)
+    for name in RANKS:
+        for seen in parts:
+            whole, rest, again = seen[name]
+            assert len(whole) == 4 * 3
+            assert rest == whole[4:] and again == whole[8:]  # the order depends on seed and epoch alone
+        both = [index for seen in parts for _, batch in seen[name][0][:3] for index in batch[0]]
+        assert sorted(both) == list(range(ITEMS))

@@ -20,6 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 from lightning_topt.communication.node.kernels import FUTEX_CALL, Array, announce, fetch, load_word, wait_for
+from lightning_topt.communication.processes import BOOT, process_start
 
 T = TypeVar("T")
 
@@ -28,7 +29,6 @@ NAP_NANOSECONDS = 20_000_000  # between two looks at whether the others still li
 ALLOW_TRACING = (0x59616D61, ctypes.c_ulong(-1))  # PR_SET_PTRACER, PR_SET_PTRACER_ANY of linux/prctl.h
 LEFT, BLAMES = 1, 2  # what a rank writes when it leaves: of its own will, or 2 + the rank that it missed
 TRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class NodeMemoryUnavailable(RuntimeError):
@@ -55,15 +55,6 @@ class Introduction:
     descriptor: int
     token: bytes
     problem: str
-
-
-def process_start(process: int) -> str:
-    """When `process` started, in ticks since boot; empty where it has ended, even if its parent does not know yet."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 def reserve(size: int) -> int:

@@ -13,6 +13,7 @@ import torch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 MARK = "_topt_deterministic"
+IGNORED = "ignored_by_cache"  # attribute of a class or object: names of attributes that its samples do not depend on
 HOOK = "_topt_cached_load"  # set on an instance whose marked method goes through a cache
 
 

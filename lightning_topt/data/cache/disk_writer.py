@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_topt.data.cache.own_files import open_own
 from lightning_topt.data.cache.segment_store import CLAIMED, STORED, SegmentStore, described, open_store
 from lightning_topt.data.light_process import close_pipes, start_light
 
@@ -117,7 +118,7 @@ def main(settings: dict[str, Any]) -> None:
 def _open_lock(path: Path) -> int | None:
     """None on a full disk, or where the folder is gone: each of several writers then copies the same to the same places."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return open_own(path)
     except OSError:
         return None
 

@@ -25,7 +25,7 @@ import xxhash
 from torch import Tensor
 
 from lightning_topt.data.cache import sample_layout
-from lightning_topt.data.cache.determinism import HOOK
+from lightning_topt.data.cache.determinism import HOOK, IGNORED
 from lightning_topt.data.cache.fingerprint_code import LaterModule, Own, Parts, Words, parts_of
 from lightning_topt.data.cache.fingerprint_packages import home, is_library, version
 
@@ -45,16 +45,20 @@ def fingerprint(dataset: Any, *, data_version: str | None = None) -> str:
     Names of existing local files in the state add each file's size and time of last change. With a `data_version` that is not
     looked at: the user changes it whenever the data do. Raises UnnamableError where some state has no canonical form (an open
     file, a lock): keep it out of the pickled state (``__getstate__``) or build it on first use. What a ``cached_property`` has
-    computed is no state.
+    computed is no state, nor are the attributes that a class, or an object, names in ``ignored_by_cache``.
     """
     return named(dataset, data_version=data_version).name
 
 
 class Named(NamedTuple):
-    """A `fingerprint`, and what it is without data version and files: equal as long as code and state are."""
+    """A `fingerprint`, and what it is without data version and files: equal as long as code and state are.
+
+    `attributes`: a hash of each attribute that is state.
+    """
 
     name: str
     state: str
+    attributes: dict[str, bytes]
 
 
 def named(dataset: Any, *, data_version: str | None = None) -> Named:
@@ -63,7 +67,8 @@ def named(dataset: Any, *, data_version: str | None = None) -> Named:
     hasher.add(sample_layout.FORMAT)
     hasher.add(dataset)
     state = hasher.finished()
-    return Named(xxhash.xxh3_128_hexdigest(f"{state} {sum(hasher.files)} {data_version!r}".encode()), state)
+    name = xxhash.xxh3_128_hexdigest(f"{state} {sum(hasher.files)} {data_version!r}".encode())
+    return Named(name, state, {key: hasher.hash_of(value) for key, value in hasher.attributes.items()})
 
 
 class _Hasher:
@@ -78,6 +83,7 @@ class _Hasher:
         self.numbers: dict[int | str, int] = {}  # of code that was met, by id or name
         self.waiting: list[tuple[Any, bool]] = []  # the same code, each with `is_strict`
         self.passing: dict[type, set[str]] = {}  # names of what is no lasting state
+        self.attributes: dict[str, Any] = {}  # of the first object
 
     def finished(self) -> str:
         """The hash, with all code that was met and what it refers to in turn."""
@@ -85,6 +91,12 @@ class _Hasher:
             self.is_strict = is_strict
             self._add_parts(parts_of(code))
         return self.digest.hexdigest()
+
+    def hash_of(self, value: Any) -> bytes:
+        """Of a part that was added, at no cost: it is known, or small."""
+        if type(value) in _PLAIN or type(value) is bytes:
+            return xxhash.xxh3_128_digest(repr((type(value).__name__, value)).encode("utf-8", "surrogatepass"))
+        return self.added.get(id(value), repr(type(value)).encode())
 
     def _add_parts(self, parts: Parts) -> None:
         outer = self.is_strict
@@ -242,6 +254,9 @@ class _Hasher:
             self._write(reduced, home(value), version(home(value)))
             return
         state = self._lasting(reduced[2], type(value)) if len(reduced) > 2 else None
+        if len(self.open) == 1:
+            parts = state if isinstance(state, tuple) else (state,)
+            self.attributes = {key: each for part in parts if isinstance(part, dict) for key, each in part.items()}
         self.add([*reduced[:2], state, *(list(part) for part in reduced[3:5] if part is not None)])
 
     def _refuse(self, value: Any, error: Exception | None = None) -> None:
@@ -261,8 +276,9 @@ class _Hasher:
         if cls not in self.passing:
             values = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
             cached = {name for name, value in values.items() if isinstance(value, functools.cached_property)}
-            self.passing[cls] = cached | {HOOK}  # which an earlier cache left
-        return {name: value for name, value in state.items() if name not in self.passing[cls]} or None
+            self.passing[cls] = cached | {HOOK} | _names(values.get(IGNORED))  # the hook: an earlier cache left it
+        passing = self.passing[cls] | _names(state.get(IGNORED))
+        return {name: value for name, value in state.items() if name not in passing} or None
 
     def _add_attributes(self, value: Any) -> None:
         """Of a subclass of a container."""
@@ -281,6 +297,10 @@ class _Hasher:
         if stat.S_ISREG(found.st_mode) and not is_live:  # a folder changes with whatever is put beside the data
             fact = f"{os.fsdecode(path)} {found.st_size} {found.st_mtime_ns}".encode("utf-8", "surrogateescape")
             self.files.add(xxhash.xxh3_64_intdigest(fact))
+
+
+def _names(ignored: Any) -> set[str]:
+    return {ignored} if isinstance(ignored, str) else set(ignored or ())
 
 
 def _paths_in(array: np.ndarray[Any, Any]) -> list[str | bytes]:

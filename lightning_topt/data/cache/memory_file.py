@@ -7,17 +7,18 @@ who finds the one has the other.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import xxhash
 
-from lightning_topt.data.cache.store_file import LockTimeout, StoreLock, lock_at, made
+from lightning_topt.data.cache.own_files import is_own, made
+from lightning_topt.data.cache.store_file import RETRY_SECONDS, LockTimeout, StoreLock, lock_at
 
 PREFIX = "lightning-topt-"
 REGISTRY = "memory.holders"
@@ -61,22 +62,14 @@ def open_memory(folder: Path) -> MemoryFile:
     except LockTimeout:
         raise  # with another registry there would be a second memory
     except OSError as error:
+        prefix = f"{PREFIX}{os.geteuid()}-"
         try:
-            registry = _own(SHARED / f"{PREFIX}{os.geteuid()}-{xxhash.xxh3_128_hexdigest(os.fsencode(folder))}")
+            for old in SHARED.glob(prefix + "*"):  # of processes that were killed
+                leave(old, "")
+            registry = SHARED / (prefix + xxhash.xxh3_128_hexdigest(os.fsencode(folder)))
             return MemoryFile(open_shared(registry), registry)
         except OSError:
             raise error from None
-
-
-def _own(path: Path) -> Path:
-    """A file of this user, made where there is none, where everybody may make files. Raises PermissionError for others'."""
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    except FileExistsError:
-        status = os.lstat(path)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise PermissionError(errno.EACCES, "not a file of this user", str(path)) from None
-    return path
 
 
 def open_shared(registry: Path) -> int:
@@ -86,18 +79,39 @@ def open_shared(registry: Path) -> int:
     """
     lock = lock_at(registry)
     with lock.held():
-        words = os.pread(lock.descriptor, os.fstat(lock.descriptor).st_size, 0)
-        holders, descriptor = _find(words.decode(errors="replace").splitlines())
+        if not lock.is_in_place:  # the last one who was listed in it has just removed it
+            return open_shared(registry)
+        holders, descriptor = _find(_lines(lock))
         if not holders:
             descriptor = os.memfd_create(PREFIX + secrets.token_hex(8), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            _list(lock, [*holders, _line(descriptor)])
+            _list(lock, [*holders, line_of(descriptor)])
         except OSError:
             if not holders:
                 os.close(descriptor)
                 raise
             # The disk is full: others find it by those who are listed.
     return descriptor
+
+
+def leave(registry: Path, line: str) -> None:
+    """Take a line of this process off a registry, and remove the registry where nobody is left. For those in shared memory."""
+    with contextlib.suppress(OSError):
+        if not registry.exists() or (line and line.split()[0] != str(os.getpid())):
+            return
+        lock = lock_at(registry)
+        with lock.held(seconds=RETRY_SECONDS):
+            holders, descriptor = _find([other for other in _lines(lock) if other != line])
+            if holders:
+                os.close(descriptor)
+                _list(lock, holders)
+            elif lock.is_in_place:
+                registry.unlink()
+
+
+def _lines(lock: StoreLock) -> list[str]:
+    words = os.pread(lock.descriptor, os.fstat(lock.descriptor).st_size, 0)
+    return words.decode(errors="replace").splitlines()
 
 
 def _find(lines: list[str]) -> tuple[list[str], int]:
@@ -125,7 +139,7 @@ def _list(lock: StoreLock, lines: list[str]) -> None:
 
 def handed(descriptor: int, lock: StoreLock) -> Handed:
     """For `open_handed` in another process."""
-    return Handed(_line(descriptor), f"/proc/{os.getpid()}/fd/{lock.descriptor}")
+    return Handed(line_of(descriptor), f"/proc/{os.getpid()}/fd/{lock.descriptor}")
 
 
 def open_handed(known: Handed) -> MemoryFile | None:
@@ -134,7 +148,8 @@ def open_handed(known: Handed) -> MemoryFile | None:
     return None if descriptor is None else MemoryFile(descriptor, Path(known.registry))
 
 
-def _line(descriptor: int) -> str:
+def line_of(descriptor: int) -> str:
+    """How a registry lists this process as a holder of the memory."""
     return f"{os.getpid()} {descriptor} {_name(f'/proc/self/fd/{descriptor}')}"
 
 
@@ -155,7 +170,7 @@ def _open_held(line: str) -> int | None:
         descriptor = os.open(link, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
-    if _name(f"/proc/self/fd/{descriptor}") == words[2]:
+    if _name(f"/proc/self/fd/{descriptor}") == words[2] and is_own(descriptor):
         return descriptor
     os.close(descriptor)  # the number was given to another file in between
     return None

@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_topt.data.cache.disk_writer import DiskWriter
 from lightning_topt.data.cache.mapped_entries import HEAD_BYTES
 from lightning_topt.data.cache.memory_file import Handed
+from lightning_topt.data.cache.own_files import open_own
 from lightning_topt.data.cache.sample_codec import Parts, header_of, size_of
 from lightning_topt.data.cache.segment_store import SegmentStore, checksum, warn_once
 from lightning_topt.data.cache.tiers import Room, hand_over, open_tiers
@@ -148,7 +149,8 @@ class SampleCache:
 
     def _check_refusal(self) -> None:
         try:
-            reason = self._refusal.read_text()
+            with open(open_own(self._refusal, os.O_RDONLY), errors="replace") as file:
+                reason = file.read()
         except OSError:  # there is none
             return
         raise RefusedCacheError(
@@ -269,10 +271,10 @@ class SampleCache:
 
     def refuse(self, reason: str) -> None:
         """Drop everything of this fingerprint, for good: `reason` says why. Later caches of it raise RefusedCacheError."""
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk keeps an empty file, without a folder the next job finds out itself
-            self._refusal.write_text(reason)
+        # A full disk keeps an empty file; without a folder the next job finds out itself.
+        with contextlib.suppress(OSError), open(open_own(self._refusal), "w") as file:
+            file.truncate(0)  # not when it is opened: it was not known then whose it is
+            file.write(reason)
         for tier in self.tiers:
             tier.clear()
 

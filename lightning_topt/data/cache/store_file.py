@@ -14,6 +14,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from lightning_topt.data.cache.own_files import is_held, open_own
 
 PAGE = 4096
 MAGIC = b"toptseg1"
@@ -50,6 +53,19 @@ class StoreLock:
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self.descriptor, self.threads = path, descriptor, threading.Lock()
+        self.keep(descriptor)
+
+    def keep(self, descriptor: int) -> None:
+        """Close this descriptor with the lock, not before."""
+        weakref.finalize(self, _close, descriptor).atexit = False
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its path still names it: else others who look there find another lock, or none."""
+        try:
+            return _identity(os.stat(self.path)) == _identity(os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return False
 
     @contextlib.contextmanager
     def held(self, *, seconds: float | None = None) -> Iterator[None]:
@@ -77,18 +93,38 @@ class StoreLock:
             threads.release()
 
 
-# By device and inode. They are never closed: closing any descriptor of a file ends a process's locks.
-_locks: dict[tuple[int, int], StoreLock] = {}
+# By device and inode: one for all stores of the process, gone with the last of them.
+_locks: weakref.WeakValueDictionary[tuple[int, int], StoreLock] = weakref.WeakValueDictionary()
+_opening = threading.RLock()  # a lock may be collected while another one is opened
 
 
 def lock_at(path: Path) -> StoreLock:
-    """The lock file at `path`, made where there is none; the same one for all who find the same file."""
-    with contextlib.suppress(FileNotFoundError):
-        known = _locks.get(_identity(os.stat(path)))
-        if known is not None:
+    """The lock file at `path`, made where there is none; the same one for all who find the same file.
+
+    Raises `NotOwn` where it is not this user's, OSError where it cannot be made.
+    """
+    with _opening:
+        with contextlib.suppress(FileNotFoundError):
+            known = _locks.get(_identity(os.stat(path, follow_symlinks=is_held(path))))
+            if known is not None:
+                return known
+        descriptor = open_own(path)
+        known = _locks.get(_identity(os.fstat(descriptor)))
+        if known is not None:  # it took the place of another file just now
+            known.keep(descriptor)
             return known
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    return _locks.setdefault(_identity(os.fstat(descriptor)), StoreLock(path, descriptor))
+        lock = _locks[_identity(os.fstat(descriptor))] = StoreLock(path, descriptor)
+        return lock
+
+
+def _close(descriptor: int) -> None:
+    """Of a lock that is gone. Closing any descriptor of a file ends a process's locks on it, also those of the next one."""
+    with _opening:
+        next_one = _locks.get(_identity(os.fstat(descriptor)))
+        if next_one is None:
+            os.close(descriptor)
+        else:
+            next_one.keep(descriptor)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -97,23 +133,13 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 def forget_locks() -> None:
     """In a new process: its parent's threads are not here to release theirs."""
+    global _opening
+    _opening = threading.RLock()
     for lock in list(_locks.values()):
         lock.threads = threading.Lock()
 
 
 os.register_at_fork(after_in_child=forget_locks)
-
-
-def made(folder: Path) -> Path:
-    """The folder, which is there now. Raises ValueError where a file has its place, OSError where it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
-        if file is None:
-            raise
-        raise ValueError(f"a cache needs a folder, and {file} is a file: give another directory") from error
-    return folder
 
 
 class StoreFile:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_topt.data.cache import memory_file
 from lightning_topt.data.cache.mapped_entries import MappedEntries
 from lightning_topt.data.cache.memory_file import (
     Handed,
@@ -18,8 +20,9 @@ from lightning_topt.data.cache.memory_file import (
     open_handed,
     open_memory,
 )
+from lightning_topt.data.cache.own_files import NotOwn, made, open_own
 from lightning_topt.data.cache.segment_store import SegmentStore, warn_once
-from lightning_topt.data.cache.store_file import LockTimeout, StoreFile, made
+from lightning_topt.data.cache.store_file import LockTimeout, StoreFile
 
 MEMORY, DISK = "memory cache", "disk cache"
 
@@ -85,12 +88,15 @@ def _open_memory(folder: Path, room: Room, known: Handed | None) -> SegmentStore
     descriptor, registry = (known and open_handed(known)) or open_memory(folder)
     with _closed_on_error(descriptor):
         file = StoreFile(descriptor, num_items=room.num_items, lock=registry, available=available_bytes)
-        return SegmentStore(file, capacity_bytes=room.memory_bytes, name=MEMORY, verify_once=True)
+        store = SegmentStore(file, capacity_bytes=room.memory_bytes, name=MEMORY, verify_once=True)
+    if registry.parent == memory_file.SHARED:
+        weakref.finalize(store, memory_file.leave, registry, memory_file.line_of(descriptor))
+    return store
 
 
 def _open_disk(folder: Path, room: Room) -> SegmentStore:
     path = made(folder) / "samples"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_own(path)
     with _closed_on_error(descriptor):
         file = StoreFile(descriptor, num_items=room.num_items, lock=folder / "disk.lock")
         return SegmentStore(file, capacity_bytes=room.disk_bytes, name=f"{DISK} {path}")
@@ -117,6 +123,10 @@ def _warn_without(failed: dict[str, OSError], folder: Path) -> None:
     names = " and its ".join(f"{name} ({error})" for name, error in failed.items())
     if any(isinstance(error, LockTimeout) for error in failed.values()):
         advice = "end the process that holds the lock, or name another directory, before the next run"
+    elif any(isinstance(error, NotOwn) for error in failed.values()):
+        advice = (
+            "name a directory of your own, which others may not write to, or remove what is there, before the next run"
+        )
     else:
         advice = "free room there, or name a directory that can be written, before the next run"
     warn_once(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import select
@@ -50,10 +49,9 @@ class Channel:
         """Hang up. Twice is once."""
         self._socket.close()
 
-    def hang_up(self) -> None:
-        """The same from another thread than the one that uses the channel, which then gets PeerLost."""
-        with contextlib.suppress(OSError):  # it is closed already
-            self._socket.shutdown(socket.SHUT_RDWR)
+    def fileno(self) -> int:
+        """For select."""
+        return self._socket.fileno()
 
     def is_stale(self) -> bool:
         """Whether a connection on which nothing is expected has something to read: its end, or what should not be there."""
@@ -100,6 +98,18 @@ class Channel:
         """Exactly so many bytes."""
         data = bytearray(nbytes)
         self.receive_into([data], deadline=deadline)
+        return data
+
+    def receive_some(self, most: int) -> bytes:
+        """What is there, up to so many bytes, without waiting."""
+        try:
+            data = self._socket.recv(most)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise PeerLost(f"the connection is broken: {error}") from error
+        if not data:
+            raise PeerLost("the other end hung up")
         return data
 
     def receive_into(self, buffers: Sequence[Any], *, deadline: float) -> None:

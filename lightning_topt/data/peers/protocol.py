@@ -45,7 +45,7 @@ class PeerLimits:
     - ``entry_bytes``: the largest entry; larger ones stay on the node that reads them from the source;
     - ``reply_bytes``: of one answer, unless its first entry alone is larger;
     - ``items``, ``offers``: of one request;
-    - ``connections``, ``strangers``: open at a time; strangers have not proved yet that they know the secret;
+    - ``connections``, and besides ``strangers``, who have not proved yet that they know the secret: open at a time;
     - ``proof_seconds``: until then;
     - ``request_seconds``: for a request or answer, and one more second per megabyte; ``idle_seconds``: between requests.
     """
@@ -55,7 +55,7 @@ class PeerLimits:
     items: int = 1024
     offers: int = 64
     connections: int = 2048
-    strangers: int = 32
+    strangers: int = 512
     proof_seconds: float = 5.0
     request_seconds: float = 30.0
     idle_seconds: float = 600.0
@@ -81,15 +81,23 @@ def _proof(key: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) ->
     return hmac.digest(key, MAGIC + role + server_nonce + client_nonce, "sha256")
 
 
-def welcome(channel: Channel, key: bytes, *, deadline: float) -> None:
-    """The server's part of the beginning. Raises PeerRefused for one who does not know the key."""
-    server_nonce = os.urandom(NONCE_BYTES)
-    channel.send([MAGIC + server_nonce], deadline=deadline)
-    answer = bytes(channel.receive(NONCE_BYTES + PROOF_BYTES, deadline=deadline))
-    client_nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(key, b"client", server_nonce, client_nonce)):
-        raise PeerRefused("a stranger")
-    channel.send([_proof(key, b"server", server_nonce, client_nonce)], deadline=deadline)
+class Welcome:
+    """The server's part of the beginning, without waiting: the few bytes that are sent have room in any new connection."""
+
+    def __init__(self, channel: Channel, key: bytes) -> None:
+        self.channel, self._key, self._nonce, self._answer = channel, key, os.urandom(NONCE_BYTES), bytearray()
+        channel.send([MAGIC + self._nonce], deadline=0)
+
+    def go_on(self) -> bool:
+        """Whether the other end has proved that it knows the key, after what came. Raises PeerRefused where it does not."""
+        self._answer += self.channel.receive_some(NONCE_BYTES + PROOF_BYTES - len(self._answer))
+        if len(self._answer) < NONCE_BYTES + PROOF_BYTES:
+            return False
+        client_nonce, proof = bytes(self._answer[:NONCE_BYTES]), bytes(self._answer[NONCE_BYTES:])
+        if not hmac.compare_digest(proof, _proof(self._key, b"client", self._nonce, client_nonce)):
+            raise PeerRefused("a stranger")
+        self.channel.send([_proof(self._key, b"server", self._nonce, client_nonce)], deadline=0)
+        return True
 
 
 def introduce(channel: Channel, key: bytes, *, deadline: float) -> None:

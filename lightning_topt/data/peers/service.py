@@ -1,7 +1,8 @@
 """The process that gives a node's entries to other nodes: its stores' files are sent by the kernel and never read here.
 
-Started by `server`; it ends when its parent does. A thread per connection, so a slow disk or a slow reader delays nobody
-else. Of this package only the stores are imported, and not torch.
+Started by `server`; it ends when its parent does. A thread per connection of those who know the run's secret (see `entrance`
+for the others), so a slow disk or a slow reader delays nobody else. Of this package only the stores are
+imported, and not torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import select
 import socket
 import sys
 import threading
@@ -21,6 +21,7 @@ import numpy as np
 
 from lightning_topt.data.cache.segment_store import Location, SegmentStore, checksum, open_store
 from lightning_topt.data.peers.channel import Channel, FileBroken, PeerError, ProtocolError
+from lightning_topt.data.peers.entrance import Entrance
 from lightning_topt.data.peers.protocol import (
     ABSENT,
     DEFERRED,
@@ -31,12 +32,9 @@ from lightning_topt.data.peers.protocol import (
     REQUEST,
     SLOWEST_BYTES_PER_SECOND,
     PeerLimits,
-    welcome,
 )
 
-PARENT_SECONDS = 1.0  # how often to look for the parent, should the end of its pipe not be seen
 RECEIVERS = 4  # connections that may hold a received entry in memory at a time, and as many one that was read
-PATIENCE_SECONDS = 0.2  # with a stranger when others wait: of many that come at once each needs a moment
 STACK_BYTES = 1 << 19  # of a connection's thread
 
 
@@ -53,55 +51,23 @@ class PeerService:
 
     def __init__(self, stores: Sequence[SegmentStore], *, key: bytes, limits: PeerLimits) -> None:
         self.stores, self.key, self.limits = stores, key, limits
-        self._strangers: dict[int, tuple[Channel, float]] = {}  # with when they came, the oldest first
-        self._connections = 0
+        self._connections = 0  # of those who know the secret
         self._lock = threading.Lock()
         self._receiving = threading.BoundedSemaphore(RECEIVERS)
         self._reading = threading.BoundedSemaphore(RECEIVERS)
 
     def serve(self, listener: socket.socket, *, control: int, parent: int) -> None:
         """Until `control` ends or process `parent` is gone."""
-        poll = select.poll()
-        poll.register(listener, select.POLLIN)
-        poll.register(control, select.POLLIN | select.POLLHUP)
-        while os.getppid() == parent:
-            for descriptor, _ in poll.poll(PARENT_SECONDS * 1000):
-                if descriptor == control:
-                    return
-                if self._has_room():
-                    self._accept(listener)
-                else:
-                    time.sleep(0.005)
+        entrance = Entrance(listener, key=self.key, limits=self.limits, admit=self._admit, has_room=self._has_room)
+        entrance.serve(control=control, parent=parent)
 
     def _has_room(self) -> bool:
-        """Whether one more stranger may come in; the oldest has to leave for it, if it has had its time."""
-        with self._lock:
-            if len(self._strangers) >= self.limits.strangers:
-                oldest = next(iter(self._strangers))
-                channel, since = self._strangers[oldest]
-                if time.monotonic() - since < PATIENCE_SECONDS:
-                    return False
-                del self._strangers[oldest]
-                channel.hang_up()
-        return True
+        return self._connections < self.limits.connections
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection = listener.accept()[0]
-        except OSError:  # it hung up meanwhile, or there are too many open files
-            time.sleep(0.01)
-            return
-        try:
-            channel = Channel(connection)
-        except OSError:
-            connection.close()
-            return
+    def _admit(self, channel: Channel) -> None:
+        """A thread for one who knows the secret."""
         with self._lock:
-            if self._connections >= self.limits.connections:
-                channel.close()
-                return
             self._connections += 1
-            self._strangers[id(channel)] = channel, time.monotonic()
         try:
             threading.Thread(target=self._converse, args=[channel], daemon=True).start()
         except RuntimeError:  # the system has no more threads
@@ -110,15 +76,10 @@ class PeerService:
     def _forget(self, channel: Channel) -> None:
         with self._lock:
             self._connections -= 1
-            self._strangers.pop(id(channel), None)
-            channel.close()
+        channel.close()
 
     def _converse(self, channel: Channel) -> None:
         try:
-            welcome(channel, self.key, deadline=time.monotonic() + self.limits.proof_seconds)
-            with self._lock:
-                if self._strangers.pop(id(channel), None) is None:
-                    return
             while True:
                 request = channel.receive(REQUEST.size, deadline=time.monotonic() + self.limits.idle_seconds)
                 self._answer(channel, *REQUEST.unpack(request))
@@ -237,7 +198,7 @@ def _allow_open_files(number: int) -> None:
 def main(settings: dict[str, Any]) -> None:
     """Listen, say where on standard output, and serve until standard input ends."""
     limits = PeerLimits(**settings["limits"])
-    _allow_open_files(limits.connections + 64)
+    _allow_open_files(limits.connections + limits.strangers + 64)
     threading.stack_size(STACK_BYTES)
     host, port = settings["host"], settings["port"]
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

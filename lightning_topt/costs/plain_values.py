@@ -1,0 +1,144 @@
+"""Plain values from YAML and JSON files that people wrote or changed: bounded in size and depth, and checked by type.
+
+Everything raises ValueError with one sentence. Values in messages are cut (`shown`): a file of a few hundred bytes can
+stand for gigabytes once aliases are followed, so aliases are refused and nothing is printed whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import reprlib
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_BYTES = 2**23  # of a file
+MAX_NODES = 150_000  # values in a file, or in a mapping that is given
+MAX_DEPTH = 12  # a plan has 3, a cluster 4
+MAX_TEXT = 2**14  # characters of one text
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+
+def shown(value: Any) -> str:
+    """The value as it may stand in a message: short, whatever it is."""
+    try:
+        return re.sub(r"\s+", " ", _SHORT.repr(value))[:200]
+    except Exception:  # a broken __repr__, or digits that Python refuses to print
+        return f"a {type(value).__name__}"
+
+
+def names(keys: Any) -> str:
+    """Keys of any types, sorted and short."""
+    found = sorted(shown(key) for key in keys)
+    return f"[{', '.join(found[:8])}{', ...' if len(found) > 8 else ''}]"
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a regular file of at most `MAX_BYTES`. Raises OSError, ValueError."""
+    if not stat.S_ISREG(Path(path).stat().st_mode):
+        raise ValueError("it is not a regular file")
+    with open(path, "rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    return data.decode()
+
+
+def parse_yaml(text: str) -> Any:
+    """The plain values of YAML `text`, without aliases and of bounded size."""
+    depth = nodes = 0
+    try:
+        for event in yaml.parse(text, Loader=_LOADER):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("YAML aliases (*name) are not read here: write the values out")
+            nodes += isinstance(event, yaml.NodeEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            _check_size(nodes, depth)
+            if isinstance(event, yaml.ScalarEvent):
+                _check_text(event.value)
+        return yaml.load(text, Loader=_LOADER)
+    except (yaml.YAMLError, LookupError, ArithmeticError, RecursionError, AttributeError, TypeError) as error:
+        # PyYAML's constructors of tagged values (`!!int ''`) raise whatever Python does
+        raise ValueError(f"not YAML: {one_line(error)}") from error
+
+
+def parse_json(text: str) -> Any:
+    """The plain values of JSON `text`. NaN and infinities are refused."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("not JSON that is read here: its values are nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"not JSON: {one_line(error)}") from error
+
+
+def check_plain(data: Any) -> None:
+    """Raise ValueError unless `data` is made of mappings, lists and scalars, of bounded size and depth."""
+    nodes, waiting = 0, [(data, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        nodes += 1
+        _check_size(nodes + len(waiting), depth)
+        if isinstance(value, Mapping):
+            waiting += [(item, depth + 1) for pair in value.items() for item in pair]
+        elif isinstance(value, list | tuple):
+            _check_size(nodes + len(waiting) + len(value), depth)
+            waiting += [(item, depth + 1) for item in value]
+        elif isinstance(value, str):
+            _check_text(value)
+
+
+def number(value: Any, *, name: str) -> float:
+    """A finite number of at least 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a number, got {shown(value)}")
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
+    if not 0 <= result < math.inf:
+        raise ValueError(f"{name} must be finite and at least 0, got {shown(value)}")
+    return result
+
+
+def whole(value: Any, *, name: str, least: int = 1) -> int:
+    """A whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {shown(value)}")
+    return value
+
+
+def text(value: Any, *, name: str) -> str:
+    """Text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text, got {shown(value)}")
+    return value
+
+
+def one_line(error: BaseException) -> str:
+    """The message of `error` in one line of bounded length."""
+    return re.sub(r"\s+", " ", str(error)).strip()[:300]
+
+
+def _check_size(nodes: int, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
+    if nodes > MAX_NODES:
+        raise ValueError(f"it has more than {MAX_NODES} values")
+
+
+def _check_text(value: str) -> None:
+    if len(value) > MAX_TEXT:
+        raise ValueError(f"it has a text of more than {MAX_TEXT} characters")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number")

@@ -1,0 +1,86 @@
+"""Files and folders of a cache belong to this user: what others may have put in their places is neither read nor written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_HELD = Path("/proc")
+
+
+class NotOwn(PermissionError):
+    """A file or folder that another user made, or can change, or a link in its place."""
+
+
+def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    """A descriptor of this user's file at `path`, by default made where there is none, for this user alone.
+
+    Raises NotOwn for a link, a file with a second name, one that is no plain file, belongs to somebody else (but root) or that
+    others may write; OSError where it cannot be opened.
+    """
+    if not is_held(path):
+        flags |= os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)  # a pipe there is not waited for
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _not_own("it is a symbolic link", path) from None
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _not_own("it is no plain file", path)
+        if status.st_nlink > 1:
+            raise _not_own("it has another name as well (a hard link)", path)
+        _check(status, path, forbidden=_OTHERS_WRITE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def made(folder: Path) -> Path:
+    """The folder, which is there now: this user's, and others may not write in it nor put another one in its place.
+
+    Raises ValueError where a file has its place, NotOwn where it is not this user's alone, OSError where it cannot be made.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        folder.mkdir(exist_ok=True, mode=0o700)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+        if file is None:
+            raise
+        raise ValueError(f"a cache needs a folder, and {file} is a file: give another directory") from error
+    status = os.lstat(folder)
+    if stat.S_ISLNK(status.st_mode):
+        raise _not_own("it is a symbolic link", folder)
+    _check(status, folder, forbidden=_OTHERS_WRITE)
+    # The folder around it may be a group's, as all are where the umask is 002; in one like /tmp only owners move things.
+    around = os.stat(folder.parent)
+    _check(around, folder.parent, forbidden=0 if around.st_mode & stat.S_ISVTX else stat.S_IWOTH)
+    return folder
+
+
+def is_held(path: Path) -> bool:
+    """Whether a path is the link by which the system names a file that some process holds open."""
+    return _HELD in path.parents
+
+
+def is_own(descriptor: int) -> bool:
+    """Whether an open file belongs to this user, or root."""
+    return os.fstat(descriptor).st_uid in (0, os.geteuid())
+
+
+def _check(status: os.stat_result, path: Path, *, forbidden: int) -> None:
+    if status.st_uid not in (0, os.geteuid()):
+        raise _not_own(f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}", path)
+    if status.st_mode & forbidden:
+        raise _not_own(f"others may write to it, its mode is {stat.S_IMODE(status.st_mode):o}", path)
+
+
+def _not_own(reason: str, path: Path) -> NotOwn:
+    return NotOwn(errno.EPERM, f"not used, for {reason}", str(path))

@@ -1,0 +1,145 @@
+"""The operators that one call of a module runs, and the memory that each of them reads, in a form that can be compared."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_topt.graph.collective_ops import is_collective, run_collective
+from lightning_topt.graph.kernels import QUERIES, Frozen, freeze
+from lightning_topt.graph.real import Backups
+from lightning_topt.graph.structures import tensors_in
+from lightning_topt.graph.writes import is_strided, written_tensors
+
+
+class Source(NamedTuple):
+    """Memory that an operator reads: `kind` is ``"made"`` by this call, ``"met"`` in it first, or ``"known"`` before.
+
+    `place` counts what a call makes or meets, `serial` all memory, `version` the writes to it.
+    """
+
+    kind: str
+    place: int
+    serial: int
+    version: int
+    offset: int
+
+    def equals(self, other: Source) -> bool:
+        """Whether two calls read the same: memory of their own at the same place, or the very same memory."""
+        if self.offset != other.offset:
+            return False
+        if "made" in (self.kind, other.kind):
+            return (self.kind, self.place) == (other.kind, other.place)
+        if (self.serial, self.version) == (other.serial, other.version):
+            return True
+        return self.kind == other.kind == "met" and self.place == other.place  # constants that every call writes anew
+
+
+@dataclass
+class CallTrace:
+    """One call. `has_effects`: it drew from a generator of its own or talked to other ranks."""
+
+    operators: list[tuple[OpOverload, Frozen]] = field(default_factory=list)
+    sources: list[list[Source]] = field(default_factory=list)
+    own: dict[int, tuple[str, int]] = field(default_factory=dict)  # (kind, place) by serial
+    has_effects: bool = False
+
+    def equals(self, other: CallTrace) -> bool:
+        """Whether both calls ran the same operators on the same memory."""
+        return self.operators == other.operators and all(
+            len(mine) == len(others) and all(a.equals(b) for a, b in zip(mine, others, strict=True))
+            for mine, others in zip(self.sources, other.sources, strict=True)
+        )
+
+
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that traces the calls within `call`. `outside`: tensors that exist before; `backups` as for `Recorder`."""
+
+    def __init__(self, outside: Iterable[Tensor], *, backups: Backups | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._current: CallTrace | None = None
+        self._backups = backups
+        self._serials: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self._versions: dict[int, int] = {}
+        self._made: set[int] = set()
+        self._count = 0
+        self._outside = [tensor for tensor in outside if is_strided(tensor)]
+        for tensor in self._outside:
+            self._serial(tensor, "met")
+
+    @property
+    def is_real(self) -> bool:
+        """Whether tensors have values."""
+        return self._backups is not None
+
+    @contextmanager
+    def call(self) -> Iterator[CallTrace]:
+        """Trace what runs inside."""
+        before, self._current = self._current, CallTrace()
+        try:
+            yield self._current
+        finally:
+            self._current = before
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` and note what it reads and writes."""
+        kwargs = kwargs or {}
+        if func._schema.name in QUERIES:  # made by some calls of a module and not by others
+            return func(*args, **kwargs)
+        written = written_tensors(func, args, kwargs)
+        if self._backups is not None:
+            self._backups.before_write(t for t in written if self._serial(t, "met") not in self._made)
+        call = self._current
+        if call is not None:
+            tensors: list[Tensor] = []
+            frozen = freeze((args, tuple(kwargs.items())), tensors)
+            call.operators.append((func, frozen))
+            call.sources.append([self._source(call, tensor) for tensor in tensors])
+            call.has_effects |= is_collective(func) or any(
+                isinstance(value, torch.Generator) for value in (*args, *kwargs.values())
+            )
+        if is_collective(func):
+            out = run_collective(func, args, kwargs, real=self._backups is not None)
+        else:
+            out = func(*args, **kwargs)
+        for tensor in written:
+            serial = self._serial(tensor, "made")
+            self._versions[serial] = self._versions.get(serial, 0) + 1
+        for tensor in tensors_in(out):
+            if is_strided(tensor):
+                self._serial(tensor, "made")
+        return out
+
+    def _source(self, call: CallTrace, tensor: Tensor) -> Source:
+        serial = self._serial(tensor, "met")
+        kind, place = call.own.get(serial, ("known", 0))
+        return Source(kind, place, serial, self._versions.get(serial, 0), int(tensor.storage_offset()))
+
+    def _serial(self, tensor: Tensor, kind: str) -> int:
+        """The number of the memory of `tensor`; `kind` is noted for memory that is new."""
+        memory = tensor.untyped_storage()
+        address = memory._cdata
+        if address in self._serials:
+            return self._serials[address]
+        self._count += 1
+        self._serials[address] = self._count
+        if kind == "made":
+            self._made.add(self._count)
+        if self._current is not None:
+            own = self._current.own
+            own[self._count] = kind, len(own)
+
+        def freed(_: object) -> None:
+            del self._serials[address], self._references[address]
+
+        self._references[address] = weakref.ref(memory, freed)
+        return self._count

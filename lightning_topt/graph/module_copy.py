@@ -1,0 +1,155 @@
+"""Deep copies of modules that are made to run once: what they share with the original, what is adapted."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import threading
+import types
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_topt.graph.errors import WAY_OUT, CaptureError
+from lightning_topt.graph.silence import quiet_metric, silence
+
+T = TypeVar("T", bound=nn.Module)
+
+OWNERS = ("_trainer", "_fabric")  # of a LightningModule
+SHARED_BASES = {"LightningDataModule", "Trainer", "Callback", "Logger"}
+TENSOR_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class TensorCopies(TorchFunctionMode):
+    """Makes copies of tensors on `device`; as a mode it does so inside `copy.deepcopy`."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        super().__init__()
+        self.device = device
+
+    @abstractmethod
+    def convert(self, tensor: Tensor) -> Tensor:
+        """Return the copy of `tensor`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ or func == TENSOR_DATA:
+            return self.convert(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def copy_module(module: T, copies: TensorCopies, *, forgive_metrics: bool) -> T:
+    """Return a deep copy of `module` with its tensors converted by `copies`, which logs and prints nothing.
+
+    The trainer, data sets and any attribute that cannot be copied are shared. Iterators that cannot be copied are
+    replaced: what they yield to a copy would be lost. Raises CaptureError for lazy parameters without a shape.
+    """
+    memo: dict[int, Any] = {id(value): value for value in _shared(module)}
+    for submodule in module.modules():
+        for name, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
+            if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+                raise CaptureError(
+                    f"{type(submodule).__name__} has a lazy parameter {name!r} without a shape; run one batch through "
+                    "the module before it is planned"
+                )
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = copies.convert(tensor)
+    with copies, _reducers():
+        copied = _deepcopy(module, memo)
+    for original, new in zip(module.modules(), copied.modules(), strict=True):
+        _adapt(original, new, copies.device)
+        quiet_metric(new, forgive=forgive_metrics)
+    silence(copied)
+    return copied
+
+
+def _shared(module: nn.Module) -> Iterator[Any]:
+    for submodule in module.modules():
+        for name, value in vars(submodule).items():
+            is_data = isinstance(value, (Dataset, DataLoader, Sampler)) and not isinstance(value, nn.Module)
+            if value is not None and (name in OWNERS or is_data or _is_of_lightning(value)):
+                yield value
+
+
+def _is_of_lightning(value: Any) -> bool:
+    return not isinstance(value, nn.Module) and any(
+        base.__name__ in SHARED_BASES and "lightning" in base.__module__ for base in type(value).__mro__
+    )
+
+
+def _deepcopy(module: T, memo: dict[int, Any]) -> T:
+    """`copy.deepcopy`; where it fails, again with every attribute that cannot be copied left as it is."""
+    try:
+        return copy.deepcopy(module, dict(memo))
+    except Exception:
+        for submodule in module.modules():
+            for value in vars(submodule).values():
+                if not _copyable(value, memo):
+                    memo[id(value)] = value
+        return copy.deepcopy(module, memo)
+
+
+def _copyable(value: Any, memo: dict[int, Any]) -> bool:
+    if isinstance(value, Mapping) and any(isinstance(item, nn.Module) for item in value.values()):
+        return True  # the submodules, which are visited themselves
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True
+
+
+class _UsedUp:
+    """Stands for a generator, of which there is only one."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise CaptureError(
+            "the training step takes what a generator of the module yields, and a capture would use it up. " + WAY_OUT
+        )
+
+    send = close = __next__
+
+
+@contextmanager
+def _reducers() -> Iterator[None]:
+    """Let `copy.deepcopy` share modules of Python and locks, and replace generators, wherever they are."""
+
+    def share(value: Any) -> str:
+        return "shared"  # a string means that the object is its own copy
+
+    def replace(value: Any) -> tuple[Any, ...]:
+        return _UsedUp, ()
+
+    table: dict[type, Callable[[Any], Any]] = {
+        types.ModuleType: share,
+        type(threading.Lock()): share,
+        type(threading.RLock()): share,
+        types.GeneratorType: replace,
+    }
+    new = {cls: function for cls, function in table.items() if cls not in copyreg.dispatch_table}
+    copyreg.dispatch_table.update(new)
+    try:
+        yield
+    finally:
+        for cls in new:
+            del copyreg.dispatch_table[cls]
+
+
+def _adapt(original: nn.Module, new: nn.Module, device: torch.device | None) -> None:
+    """Give the copy its owners back, its device and eager execution."""
+    attributes = vars(new)
+    for name in OWNERS:
+        if name in vars(original):
+            attributes[name] = vars(original)[name]
+    if device is not None and isinstance(attributes.get("_device"), torch.device):
+        attributes["_device"] = device
+    if attributes.get("_compiled_call_impl") is not None:
+        attributes["_compiled_call_impl"] = None

@@ -1,0 +1,108 @@
+"""One training step on a copy of the module: how it is called, what it must return, how it is recorded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_topt.graph.batches import fake_batch
+from lightning_topt.graph.errors import WAY_OUT, CaptureError, annotate, explain
+from lightning_topt.graph.fake import fake_copy
+from lightning_topt.graph.real import Backups, real_batch, real_copy
+from lightning_topt.graph.record import Recorder
+from lightning_topt.graph.recording import Recording
+from lightning_topt.graph.structures import tensors_in
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """A training step of `module`: `forward_context` makes a context around it, `device` is the type that trains.
+
+    `real`: it runs on the memory of `module` itself, which is put back as it was, instead of on fake tensors.
+    """
+
+    module: nn.Module
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    device: torch.device = CPU
+    real: bool = False
+
+    @contextmanager
+    def prepared(
+        self, batch: Any, *, samples: tuple[int, int] = (1, 1)
+    ) -> Iterator[tuple[nn.Module, Any, Backups | None]]:
+        """Give a copy of the module and of `batch` resized (see `fake_batch`), under whose modes a step can run."""
+        with ExitStack() as stack:
+            backups = None
+            if self.real:
+                copied, inputs = real_copy(self.module), real_batch(batch)
+                backups = stack.enter_context(Backups().restored())
+            else:
+                copied, mode = fake_copy(self.module, device=self.device)
+                stack.enter_context(mode)
+                inputs = fake_batch(batch, samples=samples, device=self.device)
+            stack.enter_context(torch.enable_grad())
+            yield copied, inputs, backups
+
+    def record(self, batch: Any, *, samples: tuple[int, int] = (1, 1)) -> tuple[nn.Module, Recording, int]:
+        """Return the copy that ran, what it did with `batch`, and the bytes of this batch.
+
+        Raises CaptureError, with `needs_values` where real tensors would help, or whatever the step itself raises.
+        """
+        recorder: Recorder | None = None
+        try:
+            with self.prepared(batch, samples=samples) as (copied, inputs, backups):
+                leaves = list(tensors_in(inputs))
+                recorder = Recorder(copied, leaves, backups=backups)
+                with recorder.forward(), self.forward_context():
+                    output = call_training_step(copied, inputs)
+                loss = loss_of(output)
+                with recorder.backward(loss):
+                    loss.backward()  # type: ignore[no-untyped-call]
+        except CaptureError:
+            raise
+        except Exception as error:
+            explained = None if self.real else explain(error, recorder and recorder.failed)
+            if explained is not None:
+                raise explained from error
+            annotate(error, real=self.real)
+            raise
+        return copied, recorder.recording, sum(_nbytes(tensor) for tensor in leaves)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else tensor.numel() * tensor.element_size()
+
+
+def call_training_step(module: Any, batch: Any) -> Any:
+    """Return what ``module.training_step`` makes of `batch`, called with the arguments that it takes."""
+    parameters = inspect.signature(module.training_step).parameters
+    if "dataloader_iter" in parameters:
+        raise CaptureError(f"training_step(dataloader_iter) fetches its own batches, unknown before it runs. {WAY_OUT}")
+    takes_index = "batch_idx" in parameters or len(parameters) > 1
+    if not takes_index:
+        return module.training_step(batch)
+    return module.training_step(batch, batch_idx=0) if "batch_idx" in parameters else module.training_step(batch, 0)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what `training_step` returned. Raises CaptureError where there is none to differentiate."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            f"training_step returned {type(output).__name__} without a loss; for a capture it has to return the loss "
+            f"tensor, or a dict with it under 'loss'. {WAY_OUT}"
+        )
+    if not loss.requires_grad or loss.numel() != 1:
+        raise CaptureError(
+            "the loss that training_step returned must be one number that depends on trainable parameters; it has "
+            f"shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}"
+        )
+    return loss

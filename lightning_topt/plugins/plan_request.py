@@ -1,0 +1,71 @@
+"""What the user asked of the planner, and what that means for the start of a fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_topt.costs.calibrate import _memory_bytes
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plugins.allowed_exchanges import AllowedExchanges
+from lightning_topt.plugins.read_options import UniformPlan
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the user asked of the planner; see `AutoParallelStrategy`. `own_hook`: the user exchanges gradients.
+
+    Raises PlanError for a plan whose gradient exchange is not allowed, ValueError where it would replace the user's.
+    """
+
+    memory_limit: float | None = None
+    objective: str = "time"
+    objective_given: bool = False
+    plan: ParallelPlan | UniformPlan | None = None
+    cluster: Cluster | None = None
+    memory_margin: float = 0.05
+    only_replicated: bool = False
+    allowed: AllowedExchanges = field(default_factory=AllowedExchanges)
+    own_hook: bool = False
+
+    def __post_init__(self) -> None:
+        exchange = self.plan.gradient_exchange if isinstance(self.plan, ParallelPlan) else None
+        if isinstance(self.plan, ParallelPlan):
+            self.allowed.check(self.plan)
+        if self.own_hook and (exchange is not None or self.allowed.candidates):
+            raise ValueError(
+                "a plan's gradient exchange would replace your communication hook: leave out ddp_comm_hook and "
+                "mixed_precision, or allow_compression and the plan's gradient_exchange"
+            )
+
+    @property
+    def insists(self) -> bool:
+        """Whether the user asked for something that plain DDP does not give."""
+        return self.plan is not None or self.memory_limit is not None or self.objective_given
+
+    def needs_batch(self, module: pl.LightningModule) -> bool:
+        """Whether the plan depends on how `module` takes a training step."""
+        by_name = isinstance(self.plan, UniformPlan) and (self.plan.stage >= 2 or self.plan.recompute)
+        return module.automatic_optimization and (self.plan is None or by_name)
+
+    def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:
+        """Whether plain DDP, which starts with whole gradients, may be more than is allowed or more than `device` has."""
+        if not module.automatic_optimization or self.only_replicated:
+            return False
+        given = self.plan
+        if given is not None:
+            return given.stage >= 2 if isinstance(given, UniformPlan) else given.is_sharded
+        # Parameters, gradients, two moments.
+        return self.memory_limit is not None or 4 * _parameter_bytes(module) > _memory_bytes(device)
+
+    def must_shard_first(self, module: pl.LightningModule, device: torch.device) -> bool:
+        """Whether even the whole parameters may be too much for `device` (the host of CPU ranks has them already)."""
+        limit = _memory_bytes(device) if self.memory_limit is None else self.memory_limit
+        return device.type != "cpu" and 2 * _parameter_bytes(module) > limit
+
+
+def _parameter_bytes(module: pl.LightningModule) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())

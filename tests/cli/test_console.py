@@ -1,0 +1,97 @@
+"""What `topt` answers without importing Lightning: help, version, wrong commands, shell completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import lightning_topt
+import topt_console
+
+ROOT = Path(__file__).parents[2]
+# What a console script does, and then what was imported for it
+SCRIPT = """
+import atexit, sys
+import topt_console
+sys.argv = ["topt", *sys.argv[1:]]
+atexit.register(lambda: sys.stderr.write("IMPORTED " + " ".join(sorted({name.split(".")[0] for name in sys.modules}))))
+topt_console.main()
+"""
+SLOW = {"lightning", "lightning_topt", "torch", "numpy", "numba", "matplotlib", "rich", "scipy"}
+
+
+def topt(*arguments: str, line: str | None = None) -> tuple[str, str, set[str], int]:
+    """Its output, its errors, the packages it imported, its exit code."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if line is None else {"COMP_LINE": line})
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    errors, _, imported = result.stderr.partition("IMPORTED ")
+    assert imported, result.stderr
+    return result.stdout, errors, set(imported.split()), result.returncode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], topt_console.HELP),
+        (["--help"], topt_console.HELP),
+        (["-h"], topt_console.HELP),
+        (["--version"], f"lightning_topt {lightning_topt.__version__}"),
+    ],
+)
+def test_answers_import_nothing(arguments: list[str], says: str) -> None:
+    output, errors, imported, code = topt(*arguments)
+    assert output.strip() == says and not errors and code == 0
+    assert not imported & (SLOW | {"hydra", "omegaconf"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["tarin"], "there is no command 'tarin'; choose one of plan, train, calibrate, stalls"),
+        (["-sc"], "shell completion takes install=SHELL"),
+        (["-sc", "install=powershell"], "shell completion takes install=SHELL"),
+    ],
+)
+def test_wrong_use_is_refused_as_quickly(arguments: list[str], says: str) -> None:
+    output, errors, imported, code = topt(*arguments)
+    assert not output and errors.startswith(f"topt: {says}") and code == 2
+    assert not imported & SLOW
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("topt ", "plan train calibrate stalls"),
+        ("topt  tr", "train"),
+        ("topt x", ""),
+        ("topt nothing mo", ""),
+        ("topt train strategy=topt", "strategy=topt strategy=topt_compressed"),
+        ("topt plan cluster=h100", "cluster=h100_2x8"),
+        ("topt calibrate dev", "devices="),
+        ("topt train trainer.max_e", "trainer.max_epochs="),
+    ],
+)
+def test_completion_knows_commands_groups_and_values(line: str, expected: str) -> None:
+    output, errors, imported, code = topt("-sc", "query=bash", line=line)
+    assert set(expected.split()) <= set(output.split()) and (expected or not output.strip())
+    assert code == 0 and not errors and not imported & (SLOW - {"numpy"})
+
+
+def test_completion_is_installed_for_the_script() -> None:
+    output, _, imported, code = topt("-sc", "install=bash")
+    assert output.strip().endswith("-F hydra_bash_completion topt") and code == 0 and not imported & SLOW
+
+
+def test_the_script_of_the_project_is_this_one() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    value = next(line.split('"')[1] for line in text.splitlines() if line.startswith("topt ="))
+    assert EntryPoint("topt", value, "console_scripts").load() is topt_console.main
+    assert '"topt_console"' in next(
+        line for line in text.splitlines() if line.startswith('packages = ["lightning_topt", "t')
+    )

@@ -1,0 +1,199 @@
+"""The watch over the ranks: who is named when a collective call fails, and what is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_topt.communication import rank_watch
+from lightning_topt.communication.processes import fate_of, own_identity
+from lightning_topt.communication.rank_watch import is_of_collective, time_limit, watch_ranks, within_limit
+
+ERROR = RuntimeError("Connection closed by peer")
+LIMIT = timedelta(seconds=60)
+
+
+def on_tcp(function: Callable[..., str], world_size: int, *, reporters: list[int]) -> dict[int, str]:
+    """Run ``function(rank, pids)`` on ranks whose store rank 0 hosts; what the `reporters` return."""
+    context = mp.get_context("fork")
+    queue = context.SimpleQueue()
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        context.Process(target=_rank, args=(function, rank, world_size, port, queue)) for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        found = {}
+        for _ in reporters:
+            assert queue._reader.poll(60), "a rank still waits"  # type: ignore[attr-defined]
+            rank, text = queue.get()
+            found[rank] = text
+        assert sorted(found) == reporters
+        return found
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _rank(function: Any, rank: int, world_size: int, port: int, queue: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size, timeout=LIMIT
+    )
+    queue.put((rank, function(rank)))
+    time.sleep(60)  # until the test has read everything
+
+
+class Busy:
+    def long_step(self) -> None:
+        time.sleep(2.5)
+
+
+def loses_rank_1(rank: int) -> str:
+    watch = watch_ranks()
+    assert watch is not None
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        Busy().long_step()
+        return "lives"
+    return str(watch.diagnose(ERROR))
+
+
+def test_a_rank_in_a_long_step_is_not_taken_for_the_lost_one() -> None:
+    message = on_tcp(loses_rank_1, 3, reporters=[0, 2])[0]
+    assert message.startswith("rank 1 did not answer in a collective call (rank 1: process ")
+    assert "has ended" in message and "rank 2" not in message and message.endswith("Connection closed by peer")
+
+
+def alive_or_ended(rank: int) -> str:
+    first, second = watch_ranks(), watch_ranks()
+    assert first is not None and second is not None
+    dist.barrier()
+    if rank == 1:
+        second.tell(ValueError("a user's mistake\nmore"))
+        Busy().long_step()
+        return ""
+    return f"{first.diagnose(ERROR)}|{second.diagnose(ERROR)}"
+
+
+def test_ranks_that_are_alive_or_ended_with_an_error_of_their_own() -> None:
+    alive, ended = on_tcp(alive_or_ended, 2, reporters=[0, 1])[0].split("|")
+    assert "all ranks are alive" in alive and "rank 1 is at" in alive and "in long_step" in alive
+    assert ended.startswith("rank 1 ended with ValueError: a user's mistake; seen by rank 0: Connection")
+
+
+def loses_the_host(rank: int) -> str:
+    rank_watch.STORE_SECONDS = 1.0
+    watch = watch_ranks()
+    assert watch is not None
+    dist.barrier()
+    while rank == 1 and not watch._answering.host_identity:
+        time.sleep(0.05)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not fate_of(watch._answering.host_identity):
+        time.sleep(0.01)
+    message = str(watch.diagnose(ERROR, grace_seconds=1))
+    watch.stop()
+    return message
+
+
+def test_a_stopped_host_of_the_store_is_named_and_keeps_nobody_waiting() -> None:
+    message = on_tcp(loses_the_host, 2, reporters=[1])[1]
+    assert message.startswith("rank 0 did not answer: the job's store, which it hosts, does not (process ")
+    assert "is stopped" in message
+
+
+def left_behind(rank: int) -> str:
+    def what_is_there() -> tuple[list[str], int, int]:
+        dist.barrier()
+        keys, files = _get_default_store().num_keys(), len(os.listdir("/proc/self/fd"))
+        dist.barrier()
+        return sorted(thread.name for thread in threading.enumerate()), keys, files
+
+    before = what_is_there()
+    watch = watch_ranks()
+    assert watch is not None
+    while not watch._answering.introduced:
+        time.sleep(0.01)
+    during = what_is_there()
+    watch.stop()
+    del watch
+    after = what_is_there()
+    return f"{during != before} {after == before or (before, during, after)}"
+
+
+def test_nothing_is_left_behind() -> None:
+    assert on_tcp(left_behind, 2, reporters=[0, 1]) == {0: "True True", 1: "True True"}
+
+
+def silent(rank: int) -> str:
+    rank_watch.POLL_SECONDS = 0.05
+    said: list[str] = []
+    rank_watch.log.error = lambda text, *args: said.append(text % args)  # type: ignore[method-assign]
+    store = dist.PrefixStore("silent", _get_default_store().clone())
+    watch = rank_watch.RankWatch(store, rank=rank, world_size=3, silence_seconds=0.8)
+    dist.barrier()
+    time.sleep(1)  # longer than a silence
+    assert not said
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    deadline = time.monotonic() + (20 if rank == 1 else 2)
+    while not said and time.monotonic() < deadline:
+        time.sleep(0.05)
+    watch.stop()
+    return " ".join(said)
+
+
+def test_where_calls_do_not_raise_the_neighbour_reports_a_silent_rank() -> None:
+    found = on_tcp(silent, 3, reporters=[0, 1])
+    assert found[0] == "" and found[1].startswith("rank 2 has not been heard of for 1 s (process ")
+    assert "is stopped" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (dist.DistStoreError("wait timeout after 2000ms"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 0"), True),
+        (RuntimeError("DataLoader timed out after 5 seconds"), False),
+        (RuntimeError("shape mismatch"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+    ],
+)
+def test_errors_of_collective_calls_are_known(error: BaseException, expected: bool) -> None:
+    assert is_of_collective(error) is expected
+
+
+def test_alone_there_is_nothing_to_watch() -> None:
+    assert watch_ranks() is None and time_limit() is None and within_limit(7.0) == 7.0
+
+
+def test_fates() -> None:
+    own = own_identity()
+    assert fate_of(own) == ""
+    boot, space, process, _ = own.split()
+    assert fate_of(f"{boot} {space} {process} 1") == f"process {process} has ended"  # its number is another's now
+    assert fate_of(f"other {space} {process} 1") == fate_of(f"{boot} other {process} 1") == fate_of("") == ""

@@ -1,0 +1,247 @@
+"""Measurements are made once per set-up, are the same on all ranks, and never cost more than a warning."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+import warnings
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_topt.costs import measurement_store, measurements
+from lightning_topt.costs.measurement_store import Entry, default_directory, load, save
+from lightning_topt.costs.measurements import Measurements
+from lightning_topt.costs.optimizer import OptimizerError
+from tests.costs.graphs import cluster_of
+from tests.costs.test_calibrate import graph, states
+from tests.launch import run_ranks
+
+SETUP = {"machines": ["a"], "world_size": 2}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The names of what was measured; nothing waits for a calibration."""
+    calls = []
+    monkeypatch.setattr(measurements, "calibrate", lambda **options: cluster_of(1, backend="gloo"))
+
+    def count(name, **options):
+        real = getattr(measurements, name)
+
+        def call(*args, **kwargs):
+            calls.append(name)
+            return real(*args, **{**kwargs, **options})
+
+        monkeypatch.setattr(measurements, name, call)
+
+    count("calibrate")
+    count("measure_kernels", budget_seconds=30.0)  # it ends long before
+    count("measure_kind", budget_seconds=0.0)
+    return calls
+
+
+def everything(directory, *, lines=None, optimizer=optim.AdamW, **options):
+    progress = None if lines is None else lines.append
+    found = Measurements.open(directory=directory, progress=progress, **options)
+    module = nn.Linear(3, 2)
+    updates = found.update_seconds([optimizer(module.parameters())], named_parameters=module.named_parameters())
+    return found.cluster().to_dict(), found.kernel_seconds(graph()), updates
+
+
+def test_a_second_start_measures_nothing_and_has_the_same_numbers(tmp_path, counted):
+    lines = []
+    first = everything(tmp_path / "cache", lines=lines)
+    assert counted == ["measure_kind", "measure_kind", "calibrate", "measure_kernels"]
+    assert len(lines) == 3 and all(line.startswith("measuring ") for line in lines)
+    assert everything(tmp_path / "cache", lines=lines) == first
+    assert len(counted) == 4 and len(lines) == 3
+    (file,) = (tmp_path / "cache").glob("*.json")
+    assert Measurements.open(directory=tmp_path / "cache").path == file
+    assert file.stat().st_mode & 0o777 == 0o600 and (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    assert "aten." not in file.read_text() and "AdamW" not in file.read_text()  # shapes by hash, no names
+
+
+def test_another_set_up_and_a_refresh_measure_again(tmp_path, counted, monkeypatch):
+    everything(tmp_path)
+    everything(tmp_path, conditions="another allocator")
+    assert len(counted) == 8
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    everything(tmp_path)
+    assert len(counted) == 12
+    monkeypatch.delenv("MALLOC_ARENA_MAX")
+    everything(tmp_path)
+    assert len(counted) == 12
+    assert Measurements.open(directory=tmp_path, refresh=True).cluster()
+    assert counted[12:] == ["calibrate"]
+    everything(tmp_path)  # kernels and updates of before the refresh are gone
+    assert sorted(counted[13:]) == ["measure_kernels", "measure_kind", "measure_kind"]
+
+
+def test_generators_and_modes_are_as_before(tmp_path, counted):
+    module = nn.Linear(3, 2)
+    optimizer = optim.AdamW(module.parameters())
+    before = states(), random.getstate()
+    found = Measurements.open(directory=tmp_path)
+    found.cluster()
+    found.kernel_seconds(graph())
+    found.update_seconds([optimizer], named_parameters=module.named_parameters())
+    assert (states(), random.getstate()) == before and not optimizer.state
+
+
+def test_optimizers_whose_code_is_in_no_file_are_measured_each_time(tmp_path, counted):
+    namespace = {"optim": optim, "__name__": "somewhere"}
+    exec("class Mine(optim.SGD):\n    pass", namespace)
+    for _ in range(2):
+        everything(tmp_path, optimizer=lambda p: namespace["Mine"](p, lr=0.1))
+    assert counted.count("measure_kind") == 4 and counted.count("calibrate") == 1
+    module = nn.Linear(3, 2)
+    with pytest.raises(OptimizerError, match="not a parameter"):
+        stranger = optim.AdamW(nn.Linear(3, 2).parameters())
+        Measurements.open(directory=tmp_path).update_seconds([stranger], named_parameters=module.named_parameters())
+
+
+def on_rank(rank, directory):
+    lines = []
+    measurements._CHANGED = 1e9  # whatever else runs on this machine
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = [everything(directory, lines=lines) for _ in range(2)]
+    return results, lines
+
+
+def test_ranks_have_the_same_numbers_and_rank_0_tells(tmp_path):
+    (first, lines), (second, others) = run_ranks(on_rank, 2, tmp_path)
+    assert first == second and first[0] == first[1]
+    assert len(lines) == 3 and others == []
+    assert first[0][0]["devices_per_node"] == 2 and len(first[0][1]) == 3
+
+
+def changed_on_rank(rank, directory, factor):
+    found = Measurements.open(directory=directory)
+    cluster = found.cluster()
+    value = cluster.to_dict()
+    for curve in value["collectives"]:
+        curve["seconds"] = [factor * seconds for seconds in curve["seconds"]]
+    found.entries[found._name("cluster")] = Entry(time.time(), value)
+    found.save()
+    torch.distributed.barrier()
+    lines = []
+    again = Measurements.open(directory=directory, progress=lines.append).cluster()
+    return lines, [c.collectives["all_reduce", "intra", 2].seconds[-1] for c in (cluster, again)]
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_a_link_that_has_changed_is_measured_again(tmp_path, factor):
+    (lines, seconds), (_, others) = run_ranks(changed_on_rank, 2, tmp_path, factor)
+    assert seconds == others and seconds[0] / 100 < seconds[1] < 100 * seconds[0]
+    assert len(lines) == 1 and "again, since exchanges take another time" in lines[0]
+
+
+SPOILED = {
+    "damaged": lambda file: file.write_text("{"),
+    "nested": lambda file: file.write_text("[" * 100_000),
+    "wrong types": lambda file: file.write_text(json.dumps({**json.loads(file.read_text()), "entries": [1]})),
+    "a link": lambda file: (file.rename(file.with_suffix(".other")), file.symlink_to(file.with_suffix(".other"))),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+    "writable by others": lambda file: file.chmod(0o666),
+    "folder writable by others": lambda file: file.parent.chmod(0o777),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_file_that_cannot_be_trusted_costs_a_warning(tmp_path, how):
+    entries = {"kernel a": Entry(time.time(), 1.0)}
+    save(tmp_path, SETUP, entries)
+    assert load(tmp_path, SETUP) == entries
+    (file,) = tmp_path.glob("*.json")
+    SPOILED[how](file)
+    with pytest.warns(UserWarning, match="not used, so this machine is measured again"):
+        assert load(tmp_path, SETUP) == {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(tmp_path, SETUP, entries)
+    if how in ("a folder", "folder writable by others"):
+        assert "cannot be kept" in str(caught[0].message)
+    else:
+        assert not caught and load(tmp_path, SETUP) == entries and not file.is_symlink()
+
+
+def test_a_file_of_another_user_is_not_used(tmp_path, monkeypatch):
+    save(tmp_path, SETUP, {"kernel a": Entry(time.time(), 1.0)})
+    own = os.geteuid()
+    monkeypatch.setattr(measurement_store.os, "geteuid", lambda: own + 1)
+    with pytest.warns(UserWarning, match="belongs to another user"):
+        assert load(tmp_path, SETUP) == {}
+
+
+def test_values_that_are_no_measurements_are_measured_again(tmp_path, counted):
+    first = everything(tmp_path)
+    found = Measurements.open(directory=tmp_path)
+    for wrong in (True, float("nan"), []):
+        found.entries = {name: Entry(time.time(), wrong) for name in found.entries if not name.startswith("graph")}
+        found._refreshed = time.time() - 1e-3
+        found.save()
+        before = len(counted)
+        again = everything(tmp_path)
+        assert len(counted) == before + 4 and again[1].keys() == first[1].keys()
+
+
+def test_old_entries_and_those_of_the_future_are_not_used(tmp_path):
+    now = time.time()
+    entries = {"old": Entry(now - 31 * 86400, 1.0), "new": Entry(now, 2.0), "future": Entry(now + 1e6, 3.0)}
+    save(tmp_path, SETUP, entries)
+    assert load(tmp_path, SETUP) == {"new": entries["new"]}
+    (file,) = tmp_path.glob("*.json")
+    os.utime(file, (0, 0))
+    save(tmp_path, {**SETUP, "world_size": 3}, {})
+    assert not file.exists() and len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_a_directory_that_cannot_be_used_costs_a_warning(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        save(tmp_path / "file" / "cache", SETUP, {})
+    assert load(tmp_path / "none", SETUP) == {}
+
+
+def test_a_full_disk_costs_a_warning_and_leaves_the_old_file(tmp_path, monkeypatch):
+    entries = {"kernel a": Entry(time.time(), 1.0)}
+    save(tmp_path, SETUP, entries)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(measurement_store.os, "fsync", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        save(tmp_path, SETUP, {"kernel b": Entry(time.time(), 1.0)})
+    assert load(tmp_path, SETUP) == entries and len(list(tmp_path.iterdir())) == 2  # the file and the lock
+
+
+def write(directory, number):
+    for index in range(10):
+        save(directory, SETUP, {f"kernel {number} {index}": Entry(time.time(), 1.0)})
+
+
+def test_jobs_that_write_at_the_same_time_keep_all_entries(tmp_path):
+    context = get_context("fork")
+    jobs = [context.Process(target=write, args=(tmp_path, number)) for number in range(4)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert len(load(tmp_path, SETUP)) == 40
+
+
+def test_where_files_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_directory() == tmp_path / "lightning_topt" / "measurements"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the standard says to ignore
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_directory() == Path(tmp_path / ".cache" / "lightning_topt" / "measurements")

@@ -1,0 +1,238 @@
+"""Trial steps on the optimizers of a training leave them, what they refer to, and all generators as they were."""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_topt.costs.optimizer import OptimizerError, measure_update_seconds, read_optimizer
+
+CPU = torch.device("cpu")
+
+
+class Own(optim.SGD):
+    """Keeps things of its own in every way that user code does."""
+
+    def __init__(self, parameters, **options):
+        super().__init__(parameters, **options)
+        self.n, self.seen, self.by_name, self.rate = 0, [], {"steps": [0]}, torch.tensor(1.0)
+        self.helper, self.all = Helper(), [p for group in self.param_groups for p in group["params"]]
+        calls = []
+
+        def note(value):
+            calls.append(value)
+
+        self.calls, self.note, self.append, self.partly = calls, note, calls.append, partial(calls.append, 7)
+
+    def step(self, closure=None):
+        self.n += 1
+        self.seen.append(self.n)
+        self.by_name["steps"][0] += 1
+        self.rate.mul_(0.5)
+        self.helper.count += 1
+        for function, arguments in ((self.note, [1]), (self.append, [2]), (self.partly, []), (self.helper.tick, [])):
+            function(*arguments)
+        for parameter in self.all:
+            with torch.no_grad():
+                parameter.add_(1.0)
+        super().step()
+
+
+class Helper:
+    def __init__(self):
+        self.count, self.ticks = 0, []
+
+    def tick(self):
+        self.ticks.append(self.count)
+
+
+class Wrapper(optim.Optimizer):
+    """Steps another optimizer, whose groups and state it shows, and keeps slow weights every so often."""
+
+    def __init__(self, base):
+        self.base, self.slow = base, {}
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+    def step(self, closure=None):
+        self.base.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                slow = self.slow.setdefault(parameter, parameter.detach().clone())
+                slow.lerp_(parameter.detach(), 0.5)
+
+
+class Shown(Wrapper):
+    """The same with properties."""
+
+    def __init__(self, base):
+        self.base, self.slow, self.defaults = base, {}, base.defaults
+
+    param_groups = property(lambda self: self.base.param_groups)
+    state = property(lambda self: self.base.state)
+
+
+def both(optimizer, module):
+    profile = read_optimizer([optimizer], named_parameters=module.named_parameters())
+    measure_update_seconds(
+        [optimizer], named_parameters=module.named_parameters(), device=CPU, max_numel=64, budget_seconds=0.01
+    )
+    return profile
+
+
+def trained(module, optimizer):
+    """One real step, and gradients for the next."""
+    for _ in range(2):
+        for parameter in module.parameters():
+            parameter.grad = torch.rand_like(parameter)
+        if _ == 0:
+            optimizer.step()
+    return copy.deepcopy((module.state_dict(), optimizer.state_dict(), [p.grad for p in module.parameters()]))
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def test_what_an_optimizer_keeps_for_itself_is_not_touched():
+    module = nn.Linear(3, 2)
+    optimizer = Own(module.parameters(), lr=0.1, momentum=0.9)
+    before = trained(module, optimizer)
+    hooked = []
+    optimizer.register_step_pre_hook(lambda *arguments: hooked.append(1))
+    hook = register_optimizer_step_pre_hook(lambda *arguments: hooked.append(2))
+    names = set(vars(optimizer))
+    assert both(optimizer, module).state_bytes("weight") == 24
+    assert (optimizer.n, optimizer.seen, optimizer.by_name, optimizer.rate) == (1, [1], {"steps": [1]}, 0.5)
+    assert optimizer.calls == [1, 2, 7] and optimizer.helper.count == 1 and optimizer.helper.ticks == [1]
+    assert same(before, (module.state_dict(), optimizer.state_dict(), [p.grad for p in module.parameters()]))
+    assert set(vars(optimizer)) == names and hooked == []
+    optimizer.step()
+    hook.remove()
+    assert set(hooked) == {1, 2}
+
+
+@pytest.mark.parametrize("cls", [Wrapper, Shown])
+def test_wrapped_optimizers_are_not_touched_and_all_they_keep_counts(cls):
+    module = nn.Linear(3, 2)
+    optimizer = cls(optim.AdamW(module.parameters()))
+    for parameter in module.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    before = copy.deepcopy(module.state_dict())
+    profile = both(optimizer, module)
+    assert same(before, module.state_dict())
+    assert not optimizer.base.state and not optimizer.slow
+    assert profile.state_bytes("weight") == 3 * 24 + 4  # two of Adam with its count, and the slow weights
+
+
+def test_generators_and_modes_are_as_before():
+    class Noisy(optim.SGD):
+        def step(self, closure=None):
+            random.random()
+            np.random.rand()
+            torch.rand(3)
+            assert torch.get_default_dtype() == torch.float32 and not torch.is_inference_mode_enabled()
+            super().step()
+
+    def states():
+        generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        return *generators, torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_inference_mode_enabled()
+
+    module = nn.Linear(3, 2)
+    before = states()
+    both(Noisy(module.parameters(), lr=0.1), module)
+    assert states() == before
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"):
+            inside = states()
+            both(Noisy(module.parameters(), lr=0.1), module)
+            assert states() == inside and torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def with_module(module):
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.model = module
+    return optimizer
+
+
+def with_large_tensor(module):
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.helper = Helper()
+    optimizer.helper.average = torch.zeros(1 << 20)
+    return optimizer
+
+
+def with_file(module):
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.log = open("/dev/null")  # noqa: SIM115
+    return optimizer
+
+
+class Sharp(optim.SGD):
+    def step(self, closure):
+        closure()
+        super().step()
+
+
+REFUSED = {
+    "refers to a module": with_module,
+    "bytes beside its state": with_large_tensor,
+    "cannot be copied": with_file,
+    "needs a closure": lambda module: Sharp(module.parameters(), lr=0.1),
+    "sparse gradients": lambda module: optim.SparseAdam(list(module.parameters())),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_tried_is_refused_with_a_way_out(reason):
+    module = nn.Linear(3, 2)
+    with pytest.raises(OptimizerError, match=rf"(?s){reason}.*plan='ddp'"):
+        both(REFUSED[reason](module), module)
+
+
+def test_parameters_of_unusual_kinds():
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.tensor(1.0))
+    module.wave = nn.Parameter(torch.ones(4, 3, dtype=torch.complex64))
+    module.narrow = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    module.kernel = nn.Parameter(torch.ones(2, 2, 1, 1, 1))
+    profile = both(optim.AdamW(module.parameters()), module)
+    sizes = [profile.state_bytes(name) for name in ("scale", "wave", "narrow", "kernel")]
+    assert sizes == [2 * 4 + 4, 2 * 8 * 12 + 4, 2 * 2 * 4 + 4, 2 * 4 * 4 + 4]
+    deep = nn.ParameterList([nn.Parameter(torch.ones(1, 1, 1, 1, 1, 1, 2))])
+    with pytest.raises(OptimizerError, match="7 dims"):
+        both(optim.AdamW(deep.parameters()), deep)
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(OptimizerError, match="no shape yet"):
+        both(optim.AdamW(lazy.parameters()), lazy)
+    stranger = optim.AdamW([nn.Parameter(torch.ones(2))])
+    with pytest.raises(OptimizerError, match="not a parameter of the module"):
+        measure_update_seconds([stranger], named_parameters=module.named_parameters(), device=CPU)
+
+
+def test_a_group_per_parameter_costs_one_trial(monkeypatch):
+    import lightning_topt.costs.optimizer as costs
+
+    trials = []
+    probe = costs.probe_group
+    monkeypatch.setattr(costs, "probe_group", lambda *a, **k: (trials.append(1), probe(*a, **k))[1])
+    module = nn.Sequential(*[nn.Linear(3, 3) for _ in range(20)])
+    groups = [{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(module.parameters())]
+    profile = read_optimizer([optim.AdamW(groups)], named_parameters=module.named_parameters())
+    assert len(profile.updates) == 40 and len(trials) == 2  # of one and of two dims

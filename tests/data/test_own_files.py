@@ -1,0 +1,235 @@
+"""What another user has put in place of a cache's files is neither written nor believed; what a cache opened it closes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+
+import pytest
+
+from lightning_topt.data.cache import memory_file, segment_store, store_file
+from lightning_topt.data.cache.memory_file import REGISTRY
+from lightning_topt.data.cache.own_files import NotOwn, made, open_own
+from tests.data.test_sample_cache import ITEMS, epoch, make
+
+FORK = multiprocessing.get_context("fork")
+EVERYTHING = list(range(ITEMS))
+FOREIGN = 54321
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who may give files away")
+
+
+@pytest.fixture(autouse=True)
+def shared(tmp_path_factory, monkeypatch):
+    """In place of /dev/shm."""
+    folder = tmp_path_factory.mktemp("shared")
+    monkeypatch.setattr(memory_file, "SHARED", folder)
+    monkeypatch.setattr(segment_store, "_warned", {})
+    return folder
+
+
+@pytest.fixture
+def silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def planted(tmp_path):
+    """The folder of a cache that is full and closed."""
+    cache = make(tmp_path, memory=0)
+    epoch(cache)
+    cache.close()
+    return tmp_path / "f"
+
+
+def without_disk(tmp_path, words, **options):
+    with pytest.warns(
+        UserWarning, match=f"goes on without its disk cache .*{words}.*name a directory of your own"
+    ) as caught:
+        cache = make(tmp_path, **options)
+    assert len(caught) == 1
+    return cache
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+@pytest.mark.parametrize("name", ["samples", "disk.lock", REGISTRY, "writer.lock", "refused"])
+def test_a_link_in_place_of_a_file_leads_nowhere(tmp_path, link, name):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / "f").mkdir(mode=0o700)
+    link(victim, tmp_path / "f" / name)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        cache = make(tmp_path, write_behind=True)
+        assert epoch(cache) == EVERYTHING and epoch(cache) == []
+        cache.refuse("two draws differ")
+        cache.close()
+    assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("name", ["samples", "disk.lock"])
+def test_a_link_costs_the_tier_and_says_so(tmp_path, name):
+    path = planted(tmp_path) / name
+    path.rename(tmp_path / "moved")
+    path.symlink_to(tmp_path / "moved")
+    cache = without_disk(tmp_path, f"symbolic link.*{name}")
+    assert cache.disk is None and epoch(cache) == EVERYTHING and epoch(cache) == []
+
+
+def test_a_folder_that_is_a_link(tmp_path):
+    planted(tmp_path).rename(tmp_path / "moved")
+    (tmp_path / "f").symlink_to(tmp_path / "moved")
+    assert epoch(without_disk(tmp_path, "symbolic link")) == EVERYTHING
+
+
+@as_root
+@pytest.mark.parametrize("what", ["samples", "disk.lock", "", ".."])
+def test_what_another_user_planted_is_not_served(tmp_path, what):
+    directory = tmp_path / "directory"
+    os.chown((planted(directory) / what).resolve(), FOREIGN, FOREIGN)
+    cache = without_disk(directory, f"belongs to user {FOREIGN}")
+    assert epoch(cache) == EVERYTHING
+
+
+@as_root
+def test_memory_that_another_user_planted_is_not_served(tmp_path):
+    cache = make(tmp_path, disk=0)
+    epoch(cache)
+    os.fchown(cache.memory.file.descriptor, FOREIGN, FOREIGN)
+    assert epoch(make(tmp_path, disk=0)) == EVERYTHING
+    os.chown(tmp_path / "f" / REGISTRY, FOREIGN, FOREIGN)
+    cache.close()
+    assert epoch(make(tmp_path, disk=0)) == EVERYTHING
+
+
+@pytest.mark.parametrize(
+    ("what", "mode"), [("", 0o770), ("", 0o707), ("..", 0o777), ("samples", 0o660), ("disk.lock", 0o602)]
+)
+def test_where_others_may_write_nothing_is_believed(tmp_path, what, mode):
+    directory = tmp_path / "directory"
+    (planted(directory) / what).resolve().chmod(mode)
+    cache = without_disk(directory, f"others may write.*{mode:o}")
+    assert epoch(cache) == EVERYTHING and epoch(cache) == []
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o755, 0o775])
+def test_a_directory_like_tmp_or_of_a_group_will_do(tmp_path, silent, mode):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch").chmod(mode)
+    planted(tmp_path / "scratch")
+    assert epoch(make(tmp_path / "scratch")) == []
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_what_is_made_is_for_its_user_alone(tmp_path, silent, umask):
+    before = os.umask(umask)
+    try:
+        planted(tmp_path / "a" / "b")
+        assert epoch(make(tmp_path / "a" / "b")) == []
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a" / "b" / "f").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o077 for path in (tmp_path / "a" / "b" / "f").iterdir()} == {0}
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(NotOwn, match="no plain file"):
+        open_own(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a file"):
+        (tmp_path / "file").touch()
+        made(tmp_path / "file" / "f")
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": 0}, {"disk": 0}, {"write_behind": True}])
+def test_a_closed_cache_holds_no_descriptor(tmp_path, options):
+    def use(name):
+        cache = make(tmp_path / name, **options)
+        epoch(cache)
+        cache.close()
+
+    use("warm")
+    before = descriptors()
+    for number in range(5):
+        use(str(number))
+    assert descriptors() == before
+
+
+def test_the_lock_of_two_caches_outlives_the_first(tmp_path):
+    first, second = make(tmp_path), make(tmp_path)
+    lock = first.disk.file.lock
+    assert lock is second.disk.file.lock
+    first.close()
+    os.fstat(lock.descriptor)
+    other = FORK.Process(target=_expect_held, args=(lock.path,))
+    with lock.held():
+        other.start()
+        other.join(60)
+    assert other.exitcode == 0
+    assert epoch(second) == EVERYTHING
+
+
+def _expect_held(path):
+    try:
+        with store_file.lock_at(path).held(seconds=0.05):
+            os._exit(1)
+    except store_file.LockTimeout:
+        os._exit(0)
+
+
+def make_without_folder(tmp_path):
+    """Its registry is in shared memory: the folder may not be used."""
+    (tmp_path / "f").mkdir(exist_ok=True, parents=True)
+    (tmp_path / "f").chmod(0o777)
+    return make(tmp_path, disk=0)
+
+
+def test_no_registry_stays_in_shared_memory(tmp_path, shared):
+    first, second = make_without_folder(tmp_path), make_without_folder(tmp_path)
+    epoch(first)
+    assert epoch(second) == [] and len(os.listdir(shared)) == 1
+    first.close()
+    assert epoch(make_without_folder(tmp_path)) == []  # the second is still listed
+    second.close()
+    assert os.listdir(shared) == []
+    third = make_without_folder(tmp_path)
+    assert epoch(third) == EVERYTHING and len(os.listdir(shared)) == 1
+
+
+def test_a_worker_that_ends_takes_no_registry_with_it(tmp_path, shared):
+    cache = make_without_folder(tmp_path)
+    worker = FORK.Process(target=cache.close)
+    worker.start()
+    worker.join()
+    assert len(os.listdir(shared)) == 1
+    cache.close()
+    assert os.listdir(shared) == []
+
+
+def _hold(tmp_path, ready):
+    cache = make_without_folder(tmp_path)
+    ready.set()
+    time.sleep(600)
+    cache.close()
+
+
+def test_the_next_one_removes_what_a_killed_job_left(tmp_path, shared):
+    ready = FORK.Event()
+    job = FORK.Process(target=_hold, args=(tmp_path / "killed", ready))
+    job.start()
+    assert ready.wait(60) and len(os.listdir(shared)) == 1
+    other = make_without_folder(tmp_path / "other")
+    assert len(os.listdir(shared)) == 2
+    os.kill(job.pid, signal.SIGKILL)
+    job.join()
+    make_without_folder(tmp_path / "next").close()
+    assert len(os.listdir(shared)) == 1
+    other.close()
+    assert os.listdir(shared) == []

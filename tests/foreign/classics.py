@@ -1,0 +1,372 @@
+"""The patterns of Lightning's own examples, and of lightning-hydra-template."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from hydra.utils import instantiate
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, random_split
+from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.foreign.shelf import Samples, image_and_label, loader, program, tokens
+
+
+class AutoEncoder(L.LightningModule):
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.encoder = nn.Sequential(nn.Linear(192, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+        self.decoder = nn.Sequential(nn.Linear(3, hidden), nn.ReLU(), nn.Linear(hidden, 192))
+        self.example_input_array = torch.zeros(2, 3, 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x.view(x.size(0), -1)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._loss(batch, "train")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._loss(batch, "val")
+
+    def _loss(self, batch: Any, stage: str) -> Tensor:
+        x, _ = batch
+        loss = F.mse_loss(self(x), x.view(x.size(0), -1))
+        self.log(f"{stage}_loss", loss, on_step=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+@program(enable_model_summary=True)
+def autoencoder() -> Any:
+    return AutoEncoder(), loader(image_and_label)
+
+
+class ImageClassifier(L.LightningModule):
+    def __init__(self, backbone: nn.Module | None = None, learning_rate: float = 1e-3) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["backbone"])
+        self.backbone = backbone or nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.BatchNorm2d(8), nn.Dropout2d(0.25), nn.Flatten(), nn.Linear(288, 5)
+        )
+        self.val_acc = MulticlassAccuracy(5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.backbone(x), y)
+        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.val_acc(self.backbone(x), y)
+        self.log("valid_acc", self.val_acc, on_step=True, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adadelta(self.parameters(), lr=self.hparams.learning_rate)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)]
+
+
+class Images(L.LightningDataModule):
+    def setup(self, stage: str) -> None:
+        everything = Samples(40, image_and_label)
+        self.train, self.val = random_split(everything, [32, 8], generator=torch.Generator().manual_seed(1))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val, batch_size=4)
+
+
+@program(limit_val_batches=1, num_sanity_val_steps=1)
+def image_classifier() -> Any:
+    return ImageClassifier(), Images()
+
+
+class Gan(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 192), nn.Tanh())
+        self.discriminator = nn.Sequential(nn.Linear(192, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.generator(z)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, _ = batch
+        real = images.flatten(1)
+        z = torch.randn(real.shape[0], 4).type_as(real)
+        optimizer_g, optimizer_d = self.optimizers()
+        self.toggle_optimizer(optimizer_g)
+        ones, zeros = torch.ones(real.size(0), 1), torch.zeros(real.size(0), 1)
+        g_loss = F.binary_cross_entropy_with_logits(self.discriminator(self(z)), ones)
+        self.log("g_loss", g_loss, prog_bar=True)
+        self.manual_backward(g_loss)
+        optimizer_g.step()
+        optimizer_g.zero_grad()
+        self.untoggle_optimizer(optimizer_g)
+        self.toggle_optimizer(optimizer_d)
+        real_loss = F.binary_cross_entropy_with_logits(self.discriminator(real), ones)
+        fake_loss = F.binary_cross_entropy_with_logits(self.discriminator(self(z).detach()), zeros)
+        d_loss = (real_loss + fake_loss) / 2
+        self.log("d_loss", d_loss, prog_bar=True)
+        self.manual_backward(d_loss)
+        optimizer_d.step()
+        optimizer_d.zero_grad()
+        self.untoggle_optimizer(optimizer_d)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=2e-4, betas=(0.5, 0.999)),
+            torch.optim.Adam(self.discriminator.parameters(), lr=2e-4, betas=(0.5, 0.999)),
+        ], []
+
+    def on_validation_epoch_end(self) -> None:
+        self.images = self(torch.zeros(6, 4))
+
+
+@program(find_unused=True)
+def gan_with_manual_optimization() -> Any:
+    return Gan(), loader(image_and_label)
+
+
+class Replay(IterableDataset[Any]):
+    """A replay buffer that the agent fills while it is read."""
+
+    def __init__(self, buffer: deque[Any], size: int) -> None:
+        self.buffer, self.size = buffer, size
+
+    def __iter__(self) -> Iterator[Any]:
+        source = torch.Generator().manual_seed(len(self.buffer))
+        for index in torch.randint(0, len(self.buffer), (self.size,), generator=source).tolist():
+            yield self.buffer[index]
+
+
+class Dqn(L.LightningModule):
+    """Deep Q-learning on a walk along a line: an agent acts in every training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+        self.target_net = deepcopy(self.net).requires_grad_(False)
+        self.buffer: deque[Any] = deque(maxlen=100)
+        self.position, self.total_reward = 0.0, 0.0
+        for number in range(20):
+            self._act(number % 2)
+
+    def _act(self, action: int) -> float:
+        state = torch.tensor([self.position, 1.0])
+        self.position = max(-1.0, min(1.0, self.position + (0.1 if action else -0.1)))
+        reward = -abs(self.position)
+        self.buffer.append((state, action, reward, torch.tensor([self.position, 1.0])))
+        return reward
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            action = int(self.net(torch.tensor([[self.position, 1.0]])).argmax().item())
+        self.total_reward += self._act(action)
+        states, actions, rewards, following = batch
+        values = self.net(states).gather(1, actions.unsqueeze(-1)).squeeze(-1)
+        with torch.no_grad():
+            expected = rewards.float() + 0.9 * self.target_net(following).max(1)[0]
+        if self.global_step % 2 == 0:
+            self.target_net.load_state_dict(self.net.state_dict())
+        self.log("total_reward", self.total_reward)
+        return F.mse_loss(values, expected)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Replay(self.buffer, 16), batch_size=4)
+
+
+@program()
+def reinforcement_learning_dqn() -> Any:
+    return Dqn(), None
+
+
+class LanguageModel(L.LightningModule):
+    """nn.Transformer with positions in a buffer, trained with SGD and clipped, as in Lightning's demos."""
+
+    def __init__(self, vocab: int = 32, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.register_buffer("positions", torch.sin(torch.arange(8 * width).view(8, width) / 7.0))
+        layer = nn.TransformerEncoderLayer(width, 2, 32, dropout=0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.decoder = nn.Linear(width, vocab)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1])
+        hidden = self.encoder(self.embed(inputs) * 4 + self.positions[: inputs.shape[1]], mask=mask, is_causal=True)
+        loss = F.nll_loss(F.log_softmax(self.decoder(hidden), -1).flatten(0, 1), targets.flatten())
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@program(gradient_clip_val=0.25)
+def transformer_language_model() -> Any:
+    return LanguageModel(), loader(lambda source, index: tokens(source))
+
+
+class Byol(L.LightningModule):
+    """Two views of an image, an online network and a momentum copy that follows it after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+        self.predictor = nn.Linear(8, 8)
+        self.target = deepcopy(self.online)
+        for parameter in self.target.parameters():
+            parameter.requires_grad = False
+        self.register_buffer("queue", F.normalize(torch.randn(8, 16), dim=0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = batch[0], batch[0].flip(-1)
+        with torch.no_grad():
+            goal = F.normalize(self.target(second), dim=-1)
+        loss = 2 - 2 * (F.normalize(self.predictor(self.online(first)), dim=-1) * goal).sum(-1).mean()
+        with torch.no_grad():
+            self.queue[:, : goal.shape[0]] = goal.T
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for online, target in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                target.mul_(0.99).add_(online, alpha=0.01)
+
+    def configure_optimizers(self) -> Any:
+        trained = [*self.online.parameters(), *self.predictor.parameters()]
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+
+@program()
+def byol_with_momentum_encoder() -> Any:
+    return Byol(), loader(image_and_label)
+
+
+class CountingLoader:
+    """A stateful loader: it knows how many batches it gave."""
+
+    def __init__(self, source: DataLoader[Any]) -> None:
+        self.source, self.given = source, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.source:
+            self.given += 1
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+class Stateful(Images):
+    def train_dataloader(self) -> Any:
+        self.loader = CountingLoader(DataLoader(self.train, batch_size=4))
+        return self.loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": self.loader.state_dict()}
+
+
+@program()
+def stateful_loader() -> Any:
+    return ImageClassifier(), Stateful()
+
+
+# ---- lightning-hydra-template -----------------------------------------------------------------------------------------
+
+
+class SimpleDenseNet(nn.Module):
+    def __init__(self, input_size: int = 192, width: int = 16, output_size: int = 5) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Linear(input_size, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, output_size)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x.view(x.size(0), -1))
+
+
+class TemplateModule(L.LightningModule):
+    def __init__(self, net: nn.Module, optimizer: partial[Any], scheduler: partial[Any] | None, compile: bool) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.net, self.criterion = net, nn.CrossEntropyLoss()
+        self.train_acc, self.val_acc = MulticlassAccuracy(5), MulticlassAccuracy(5)
+        self.train_loss, self.val_loss, self.val_acc_best = MeanMetric(), MeanMetric(), MaxMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def on_train_start(self) -> None:
+        self.val_loss.reset()
+        self.val_acc.reset()
+        self.val_acc_best.reset()
+
+    def model_step(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, y = batch
+        logits = self.forward(x)
+        return self.criterion(logits, y), torch.argmax(logits, dim=1), y
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, predictions, targets = self.model_step(batch)
+        self.train_loss(loss)
+        self.train_acc(predictions, targets)
+        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True, prog_bar=True)
+        self.log("train/acc", self.train_acc, on_step=False, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss, predictions, targets = self.model_step(batch)
+        self.val_loss(loss)
+        self.val_acc(predictions, targets)
+        self.log("val/loss", self.val_loss, on_step=False, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.val_acc_best(self.val_acc.compute())
+        self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
+        scheduler = self.hparams.scheduler(optimizer=optimizer)
+        settings = {"scheduler": scheduler, "monitor": "val/loss", "interval": "epoch", "frequency": 1}
+        return {"optimizer": optimizer, "lr_scheduler": settings}
+
+
+TEMPLATE = {
+    "_target_": "tests.foreign.classics.TemplateModule",
+    "net": {"_target_": "tests.foreign.classics.SimpleDenseNet"},
+    "optimizer": {"_target_": "torch.optim.Adam", "_partial_": True, "lr": 1e-3, "weight_decay": 0.0},
+    "scheduler": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "_partial_": True, "patience": 10},
+    "compile": False,
+}
+
+
+@program(limit_val_batches=1, num_sanity_val_steps=1)
+def hydra_template() -> Any:
+    return instantiate(TEMPLATE), Images()

@@ -1,0 +1,134 @@
+"""Runs programs of the shelf on ranks, under any strategy, and says how two runs differ."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_topt import AutoParallelStrategy
+from tests.foreign.shelf import PROGRAMS, Program
+from tests.launch import run_ranks
+from tests.plugins.trainer_ranks import _as_torchrun, make_trainer, mean_over_ranks
+
+SEED, STEPS = 11, 3
+
+
+@dataclass
+class Run:
+    """What one run of a program left: losses of its steps, the module's state, and how it was planned."""
+
+    losses: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    error: str = ""
+    plan: str = "ddp"
+    is_plain: bool = True  # every rank computes as under ddp: equal to the last bit
+    planned_by: str = ""
+    planning_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+class KeepLosses(L.Callback):
+    """The loss of each batch, averaged over ranks; where a step returns none, what it logged."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        found = [outputs["loss"]] if outputs else list(trainer.callback_metrics.values())
+        self.losses += [mean_over_ranks(leaf.detach()) for leaf in tree_leaves(found)]
+
+
+def run_program(program: Program, strategy: Strategy) -> Run:
+    """Run three batches of `program` on this rank, seeded; an exception is told in `error`."""
+    run, keeper, start = Run(), KeepLosses(), time.perf_counter()
+    L.seed_everything(SEED, verbose=False)
+    try:
+        module, data = program.make()
+        options: dict[str, Any] = {"limit_train_batches": STEPS, "limit_val_batches": 0, **program.options}
+        trainer = make_trainer(strategy, devices=dist.get_world_size(), callbacks=[keeper], **options)
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            datamodule = isinstance(data, L.LightningDataModule)
+            trainer.fit(module, **({"datamodule": data} if datamodule else {"train_dataloaders": data}))
+        run.losses = keeper.losses
+        run.state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    except Exception as error:
+        run.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    run.seconds = time.perf_counter() - start
+    plan = getattr(strategy, "parallel_plan", None)
+    if plan is not None:
+        run.plan, run.planned_by = plan.summary(), getattr(strategy, "planned_by", "")
+        run.is_plain = all(block.config.zero_stage == 0 and not block.config.recompute for block in plan.blocks)
+        run.planning_seconds = strategy.planning_seconds or 0.0  # type: ignore[attr-defined]
+    return run
+
+
+def differences(one: Run, two: Run, *, exactly: bool) -> list[str]:
+    """How `two` differs from `one`, in words; [] where losses and states are equal (within float32's reordering)."""
+    if one.error or two.error:
+        return [error for error in (one.error, two.error) if error]
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-4, "atol": 1e-5}
+    found = []
+    losses = torch.tensor(one.losses), torch.tensor(two.losses)
+    if losses[0].shape != losses[1].shape or not torch.allclose(*losses, **tolerance):
+        found.append(f"losses {one.losses} against {two.losses}")
+    if one.state.keys() != two.state.keys():
+        found.append(f"names {sorted(one.state.keys() ^ two.state.keys())}")
+    for name in one.state.keys() & two.state.keys():
+        if not torch.allclose(one.state[name].double(), two.state[name].double(), equal_nan=True, **tolerance):
+            found.append(f"{name} differs")
+    return found
+
+
+def ddp_strategy(program: Program) -> Strategy:
+    return DDPStrategy(find_unused_parameters=program.find_unused)
+
+
+def topt_strategy(program: Program, **options: Any) -> Strategy:
+    unused = {"find_unused_parameters": True} if program.find_unused else {}
+    return AutoParallelStrategy(**options, **unused)
+
+
+@dataclass
+class Outcome:
+    """One program under ddp and under another strategy, on one rank."""
+
+    name: str
+    differences: list[str]
+    ddp: Run
+    topt: Run
+
+
+def compare_on_this_rank(rank: int, names: Sequence[str], strategy: Callable[[Program], Strategy]) -> list[Outcome]:
+    """Run each program twice. A failure on one rank only would leave the other waiting, and ends with its time-out."""
+    gc.freeze()  # what the fork brought along: each collection would touch, and so copy, all of its pages
+    # Ranks are daemons, which may not start the workers of a loader.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    outcomes = []
+    for name in names:
+        program = PROGRAMS[name]
+        expected, found = run_program(program, ddp_strategy(program)), run_program(program, strategy(program))
+        outcomes.append(Outcome(name, differences(expected, found, exactly=found.is_plain), expected, found))
+        expected.state = found.state = {}
+    return outcomes
+
+
+def compare(names: Sequence[str], strategy: Callable[[Program], Strategy], *, timeout_seconds: float = 240) -> Any:
+    """The outcomes on 2 ranks, started once for all programs: a list for each rank."""
+    arguments = (compare_on_this_rank, 2, (list(names), strategy))
+    return run_ranks(_as_torchrun, 2, *arguments, timeout_seconds=timeout_seconds)

@@ -1,0 +1,139 @@
+"""Capturing one batch as it is, of any structure: ``batch_scaling=False``."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+from lightning_topt.costs.estimate import StepModel
+from lightning_topt.costs.optimizer import read_optimizer
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.structures import map_tensors, tensors_in
+from tests.costs.graphs import cluster_of
+from tests.models import GPT, Branching, ConvNet, batch_for
+
+
+class Detector(L.LightningModule):
+    """Takes a list of samples of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 4)
+
+    def training_step(self, batch: list[dict[str, Tensor]], batch_idx: int) -> Tensor:
+        return sum((self.net(sample["x"]) * sample["weight"]).mean() for sample in batch)
+
+
+LIST = [{"x": torch.zeros(3, 8), "weight": torch.zeros(())}, {"x": torch.zeros(5, 8), "weight": torch.zeros(())}]
+
+
+def test_list_of_samples_of_different_sizes() -> None:
+    graph = capture(Detector(), LIST, batch_scaling=False)
+    assert graph.batch_size == 1 and not graph.batch_scaling
+    assert sum(op.forward_flops(1) for op in graph.ops) == 2 * 8 * 8 * 4
+    assert graph.input_bytes.at(1) == 8 * 8 * 4 + 2 * 4
+    assert OpGraph.from_json(graph.to_json()) == graph
+
+
+def test_batch_without_a_tensor_and_of_one_sample() -> None:
+    class Own(Detector):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(torch.zeros(batch["samples"], 8)).mean()
+
+    graph = capture(Own(), {"samples": 7}, batch_scaling=False)
+    assert graph.batch_size == 1 and graph.ops[-2].outputs[0].shape == (7, 4)
+    # One sample stays one, where a capture that scales takes two.
+    one = capture(GPT(), batch_for(GPT(), 1), batch_scaling=False)
+    assert one.batch_size == 1 and next(op for op in one.ops if op.name == "head").outputs[0].shape[0] == 1
+
+
+@pytest.mark.parametrize("module", [GPT(), ConvNet()], ids=["gpt", "cnn"])
+def test_amounts_are_those_of_a_capture_that_scales(module: Any) -> None:
+    one, scaled = capture(module, batch_for(module), batch_scaling=False), capture(module, batch_for(module))
+    assert one.batch_size == 4 and [op.name for op in one.ops] == [op.name for op in scaled.ops]
+    assert [op.forward_flops(4) for op in one.ops] == [op.forward_flops(4) for op in scaled.ops]
+    for a, b in zip(one.timeline, scaled.timeline, strict=True):
+        assert a.kept_bytes.at(4) == b.kept_bytes.at(4) and a.backward_peak_bytes.at(4) == b.backward_peak_bytes.at(4)
+
+
+def test_costs_refuse_other_batch_sizes() -> None:
+    module = GPT()
+    graph = capture(module, batch_for(module), batch_scaling=False)
+    profile = read_optimizer(
+        [torch.optim.SGD(module.parameters(), lr=0.1)], named_parameters=[*module.named_parameters()], device_type="cpu"
+    )
+    cluster = cluster_of()
+    assert StepModel(graph, cluster, profile, 2, 4)
+    with pytest.raises(ValueError, match=r"captured for batches of 4 sample.*batch_scaling=True"):
+        StepModel(graph, cluster, profile, 2, 8)
+
+
+def test_second_batch_needs_scaling() -> None:
+    with pytest.raises(ValueError, match="leave out second_batch"):
+        capture(Detector(), LIST, second_batch=LIST, batch_scaling=False)
+
+
+def test_unused_parameters_are_named() -> None:
+    graph = capture(Branching(), batch_for(Branching()))
+    assert graph.unused == ("unused.weight", "unused.bias")
+    assert OpGraph.from_json(graph.to_json()).unused == graph.unused
+    frozen = Branching()
+    frozen.unused.requires_grad_(False)
+    assert capture(frozen, batch_for(frozen)).unused == ()
+
+
+class Boxes:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def to(self, device: Any) -> Boxes:
+        return Boxes(self.tensor.to(device))
+
+
+class Instances:
+    """Holds tensors, parts that hold tensors, and something that is no part of the batch."""
+
+    __slots__ = ("boxes", "fields", "loader", "mask")
+
+    def __init__(self, loader: Any) -> None:
+        self.boxes, self.fields, self.mask = Boxes(torch.ones(2, 4)), {"scores": torch.ones(2)}, torch.ones(3)
+        self.loader = loader
+
+
+class Loader:
+    def __init__(self) -> None:
+        self.data = torch.ones(100)
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Tensor
+    more: Any = None
+
+
+def test_tensors_are_found_in_every_structure() -> None:
+    loader = Loader()
+    packed = pack_sequence([torch.ones(2, 3), torch.ones(4, 3)], enforce_sorted=False)
+    named = collections.namedtuple("Named", "a b")(torch.ones(1), ["text", 3])
+    batch = {
+        "instances": Instances(loader),
+        "sample": Sample(torch.ones(2), collections.deque([torch.ones(5)], maxlen=3)),
+        "packed": packed,
+        "named": named,
+        "other": ("text", 1.0, None, {1, 2}),
+    }
+    assert len(list(tensors_in(batch))) == 3 + 2 + 4 + 1
+    twice = map_tensors(batch, lambda tensor: tensor * 2)
+    assert [t.tolist() for t in tensors_in(twice)] == [(t * 2).tolist() for t in tensors_in(batch)]
+    assert type(twice["packed"]) is type(packed) and torch.equal(twice["packed"].data, packed.data * 2)
+    assert type(twice["named"]) is type(named) and twice["named"].b == ["text", 3]
+    assert twice["sample"].more.maxlen == 3 and twice["instances"].loader is loader
+    assert batch["instances"].boxes.tensor.sum() == 8

@@ -1,0 +1,221 @@
+"""Steps that fake tensors cannot follow, captured on real ones; nothing of the module changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from lightning_topt.graph.capture import CaptureError, capture, may_need_values
+from lightning_topt.graph.op_graph import OpGraph
+from tests.graph.test_capture import MODEL_IDS, MODELS
+from tests.launch import run_ranks
+from tests.models import batch_for
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+
+class Item(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.net(batch).square().mean()
+        assert not torch.isnan(loss) and loss >= 0
+        assert f"{loss:.3f}" != "nan"
+        return loss * 2 if loss.item() > 1e-9 else loss
+
+
+class Mask(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        y = self.net(batch)
+        return y[batch[:, 0] > 0].square().mean() + y[torch.nonzero(batch[:, 1])].mean()
+
+
+class Speech(Net):
+    """CTC, whose kernel reads the lengths."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.net(batch).unsqueeze(1).expand(-1, 2, -1).log_softmax(-1)
+        return F.ctc_loss(logits, torch.ones(2, 2, dtype=torch.long), torch.tensor([4, 4]), torch.tensor([2, 1]))
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch + self.table(torch.tensor([1, 1, 3, 4])), batch_idx)
+
+
+class Packed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        packed = pack_padded_sequence(batch[None].repeat(2, 1, 1), torch.tensor([4, 2]), batch_first=True)
+        return super().training_step(self.rnn(packed)[0].data, batch_idx)
+
+
+class Print(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        str(loss.tolist())
+        return loss
+
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+NEED_VALUES = [Item(), Mask(), Speech(), Packed(), Print()]
+
+
+@pytest.mark.parametrize("module", [*NEED_VALUES, Sparse()], ids=lambda module: type(module).__name__)
+def test_steps_that_depend_on_values(module: Any) -> None:
+    if not isinstance(module, Sparse):
+        with pytest.raises(Exception) as caught:
+            capture(module, X, batch_scaling=False)
+        assert may_need_values(caught.value)
+    before = {name: (value.clone(), value._version) for name, value in module.state_dict(keep_vars=True).items()}
+    graph = capture(module, X, batch_scaling=False, real=True)
+    assert sum(op.forward_flops(4) for op in graph.ops) >= 2 * 4 * 64
+    assert sum(op.backward_flops(4) for op in graph.ops) >= 2 * 4 * 64
+    assert graph.unused == () and OpGraph.from_json(graph.to_json()) == graph
+    for name, value in module.state_dict(keep_vars=True).items():
+        assert torch.equal(value, before[name][0]) and value._version == before[name][1] and value.grad is None
+
+
+@pytest.mark.parametrize("module", MODELS, ids=MODEL_IDS)
+def test_real_and_fake_captures_are_equal(module: Any) -> None:
+    fake = capture(module, batch_for(module), batch_scaling=False)
+    real = capture(module, batch_for(module), batch_scaling=False, real=True)
+    if type(module).__name__ != "ConvNet":  # its metric, which fake tensors cannot follow to the end
+        assert real == fake
+    assert real.blocks == fake.blocks and real.parameters == fake.parameters
+
+
+def test_writes_to_what_others_own_are_taken_back() -> None:
+    outside = torch.zeros(3)
+
+    class Momentum(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.target, self.queue = nn.BatchNorm1d(8), nn.Linear(8, 8), torch.zeros(5)
+            self.target.requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                for own, other in zip(self.net.parameters(), self.target.parameters(), strict=True):
+                    other.mul_(0.9).add_(own, alpha=0.1)
+                self.net.weight.data[0] = 7.0
+                outside.add_(1)
+                self.queue[1:3] = batch[0, :2]
+            assert float(self.net.weight[0, 0].detach()) == 7.0
+            return (self.norm(self.net(batch)) - self.target(batch)).square().mean()
+
+    module = Momentum()
+    module.net.weight.grad = torch.full((8, 8), 3.0)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    capture(module, X, batch_scaling=False, real=True)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(outside, torch.zeros(3)) and torch.equal(module.queue, torch.zeros(5))
+    assert torch.equal(module.net.weight.grad, torch.full((8, 8), 3.0)) and module.net.bias.grad is None
+    # The same when the step fails half-way.
+    module.norm = None
+    with pytest.raises(TypeError):
+        capture(module, X, batch_scaling=False, real=True)
+    assert torch.equal(module.target.weight, before["target.weight"]) and torch.equal(outside, torch.zeros(3))
+
+
+def test_what_real_tensors_cannot_help() -> None:
+    manual, frozen, lazy = Net(), Net().requires_grad_(False), Net()
+    manual.automatic_optimization, lazy.net = False, nn.LazyLinear(8)
+    for module in (manual, frozen, lazy):
+        with pytest.raises(CaptureError) as caught:
+            capture(module, X)
+        assert not may_need_values(caught.value)
+
+
+def test_users_errors_are_recognised() -> None:
+    class Strange(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if not torch.is_tensor(batch) or type(batch) is not Tensor:
+                raise KeyError("only plain tensors")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(KeyError) as caught:
+        capture(Strange(), X)
+    assert may_need_values(caught.value)
+    assert capture(Strange(), X, batch_scaling=False, real=True).ops
+
+    class Wrong(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise KeyError("always")
+
+    with pytest.raises(KeyError) as caught:
+        capture(Wrong(), X, batch_scaling=False, real=True)
+    assert not may_need_values(caught.value)
+
+
+def test_options_that_contradict() -> None:
+    with pytest.raises(ValueError, match="cannot be resized"):
+        capture(Item(), X, real=True)
+    with pytest.raises(ValueError, match="where the parameters are"), torch.device("meta"):
+        capture(Net(), X, real=True, batch_scaling=False)
+
+
+def test_two_real_batches_scale() -> None:
+    graph = capture(Item(), X, second_batch=torch.cat([X, X[:2]]), real=True)
+    assert graph.batch_scaling and graph.ops[0].forward_flops(10) == 2 * 10 * 64
+
+
+# ---- collectives ----------------------------------------------------------------------------------------------------
+
+
+class Gathers(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        y = self.net(batch)
+        everyone = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, y.detach())
+        total = y.detach().sum()
+        dist.all_reduce(total, async_op=True).wait()
+        dist.barrier()
+        return (y - torch.stack(everyone).mean(0)).square().mean() + total * 0
+
+
+class GathersObjects(Gathers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, f"rank {dist.get_rank()}")
+        assert names == ["rank 0", "rank 1"]
+        return super().training_step(batch, batch_idx)
+
+
+def _collectives(rank: int) -> None:
+    kinds = []
+    if rank == 0:  # the other rank does nothing: a fake capture waits for nobody
+        kinds.append([op.kind for op in capture(Gathers(), X).ops])
+    dist.barrier()
+    for module in (Gathers(), GathersObjects()):
+        kinds.append([op.kind for op in capture(module, X, batch_scaling=False, real=True).ops])
+    for found in kinds:
+        assert {"c10d.allgather_", "c10d.allreduce_"} <= set(found)
+    if rank == 0:
+        with pytest.raises(CaptureError) as caught:
+            capture(GathersObjects(), X)
+        assert may_need_values(caught.value)
+    dist.barrier()
+
+
+def test_collectives_in_the_step() -> None:
+    run_ranks(_collectives, 2)

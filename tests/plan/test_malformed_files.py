@@ -1,0 +1,175 @@
+"""Plan, frontier and cluster files that are wrong in any way: one sentence, at once, and never another error."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.costs.cluster import Cluster, ClusterError
+from lightning_topt.costs.plain_values import MAX_BYTES
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.plan.choose import PlanFrontier, PlanPoint
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
+
+ROOT = Path(__file__).parents[2]
+PLAN = ParallelPlan(
+    2,
+    (BlockPlan("a", OpConfig.zero(1, recompute=True)), BlockPlan("", OpConfig.zero(0))),
+    model="M",
+    fingerprint="f",
+    batch_size=4,
+    cluster="c",
+    predicted=Prediction(1.0, 2.0, 0.75, 0.25),
+    gradient_exchange=ExchangeOptions(),
+)
+CLUSTER = Cluster.load(ROOT / "conf/cluster/a100_8x8.yaml")
+FRONTIER = PlanFrontier.of([PlanPoint(1.0, 2.0, 2, PLAN)], uniform=[PlanPoint(1.0, 2.0, 2, PLAN)])
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 30))
+SELF = "&a {blocks: *a, version: 1}"
+TEXTS = [
+    LAUGHS, SELF, "[" * 10**6, "{a: " * 10**5, "- " * 10**5, "? " * 10**5, "a: b: c", "\x00", "\ud7ff\uffff", "", "-", "5",
+    "'text'", "[1, 2]", "? [1]\n: 2", "{1: 2, a: 3, null: 4, 2.5: 1, true: 1}", "2026-99-99", "1:" * 7000 + "1", "9" * 5000,
+    "!!python/object/apply:os.system [true]", "!!binary '%%%'", "!!set {a, b}", "!!int x", "!!float ''", "!!timestamp x",
+    "<<: 3", "<<: [1]", "%YAML 9.9\n---\n1", "--- 1\n--- 2", "a: 1\na: 2", "x" * (MAX_BYTES + 1), "- 1\n" * 600_000,
+]  # fmt: skip
+WRONG: list[Any] = [
+    -1, 0, 1.5, math.nan, math.inf, -math.inf, 10**400, True, "", "text", "1 banana", "9" * 4000 + "!", [], [1], [[]], {},
+    {"a": 1}, {1: 2, "b": 3}, b"bytes", {1, 2}, object(), "²", "shard(²)", "shard(9)", "shard(" + "9" * 5000 + ")",
+]  # fmt: skip
+
+
+def sentence(error: BaseException) -> str:
+    message = str(error)
+    assert message and "\n" not in message and len(message) < 1200
+    return message
+
+
+def refuses(read: Any, value: Any, kind: type[ValueError]) -> None:
+    with pytest.raises(kind) as caught:
+        read(value)
+    sentence(caught.value)
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inside = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(place for key, value in inside for place in places(value, (*path, key)))]
+
+
+def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    data = copy.copy(data)
+    data[path[0]] = replaced(data[path[0]], path[1:], value)
+    return data
+
+
+@pytest.mark.timeout(60)  # one that is read without bounds would never come back
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_text_that_is_no_plan_and_no_cluster(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    refuses(ParallelPlan.from_yaml, text, PlanError)
+    refuses(ParallelPlan.load, path, PlanError)
+    refuses(PlanFrontier.from_json, text, PlanError)
+    refuses(Cluster.load, path, ClusterError)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("special", ["folder", "missing", "pipe", "/dev/zero", "latin", "x" * 5000, "a\0b"])
+def test_what_is_no_file(special: str, tmp_path: Path) -> None:
+    path = Path(special) if special.startswith("/") else tmp_path / special
+    if special == "folder":
+        path.mkdir()
+    elif special == "pipe":
+        os.mkfifo(path)
+    elif special == "latin":
+        path.write_bytes("version: é".encode("latin-1"))
+    refuses(ParallelPlan.load, path, PlanError)
+    refuses(Cluster.load, path, ClusterError)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("read", "data", "kind"),
+    [
+        (ParallelPlan.from_dict, PLAN.to_dict(), PlanError),
+        (Cluster.from_dict, CLUSTER.to_dict(), ClusterError),
+        (lambda data: PlanFrontier.from_json(json.dumps(data)), json.loads(FRONTIER.to_json()), PlanError),
+    ],
+    ids=["plan", "cluster", "frontier"],
+)
+def test_every_entry_with_every_wrong_value_is_read_or_refused_in_a_sentence(read, data, kind) -> None:
+    assert read(data) is not None
+    refused = 0
+    for place in places(data):
+        for value in WRONG:
+            changed = replaced(data, place, value)
+            try:
+                read(changed)
+            except kind as error:
+                sentence(error)
+                refused += 1
+            except (TypeError, ValueError):
+                json_cannot = isinstance(value, bytes | set) or type(value) is object or value == 10**400
+                assert "frontier" in str(data.keys()) or (json_cannot and "schema_version" in data), (place, value)
+    assert refused > 0.7 * len(places(data)) * len(WRONG)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_plans_with_many_things_wrong(seed: int) -> None:
+    generator, data = random.Random(seed), PLAN.to_dict()
+    for _ in range(4):
+        place = generator.choice([p for p in places(data) if p])
+        data = replaced(data, place, generator.choice(WRONG))
+    data[generator.choice([3, None, (1, 2), "colour"])] = 1
+    refuses(ParallelPlan.from_dict, data, PlanError)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("data_parallel_size",), True, "data_parallel_size must be a whole number of at least 1, got True"),
+        (("data_parallel_size",), -2, "at least 1, got -2"),
+        (("batch_size",), -4, "batch_size must be a whole number"),
+        (("model",), ["M"], "model must be text"),
+        (("version",), True, "version is True"),
+        (("predicted", "step_seconds"), math.nan, "predicted.step_seconds must be finite"),
+        (("predicted",), {}, "predicted must be a mapping with the entries"),
+        (("blocks",), "text", "blocks must be a list"),
+        (("blocks", 0, "parameters"), ["replicate"], "is not a placement"),
+        (("blocks", 0, "recompute"), 1, "recompute must be true or false"),
+        (("gradient_exchange", "density"), math.nan, "gradient_exchange: density"),
+        (("gradient_exchange", "exempt"), "norm", "gradient_exchange: exempt"),
+    ],
+)
+def test_the_entry_is_named(place: tuple[Any, ...], value: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        ParallelPlan.from_dict(replaced(PLAN.to_dict(), place, value))
+
+
+@pytest.mark.timeout(60)
+def test_values_that_refer_to_one_another_many_times() -> None:
+    bomb: Any = "x"
+    for _ in range(9):
+        bomb = [bomb] * 10
+    loop: dict[str, Any] = {"version": 1, "data_parallel_size": 2}
+    loop["blocks"] = [loop]
+    for data in ({**PLAN.to_dict(), "blocks": bomb}, {**PLAN.to_dict(), "reason": bomb}, loop, bomb):
+        refuses(ParallelPlan.from_dict, data, PlanError)
+        refuses(Cluster.from_dict, data, ClusterError)
+
+
+def test_large_plans_are_read() -> None:
+    blocks = (*(BlockPlan(f"layers.{k}", OpConfig.zero(1)) for k in range(2000)), BlockPlan("", OpConfig.zero(1)))
+    plan = ParallelPlan(2, blocks)
+    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
+    assert Cluster.from_dict(yaml.safe_load(yaml.safe_dump(CLUSTER.to_dict()))) == CLUSTER

@@ -1,0 +1,122 @@
+"""Wrong arguments of constructors: one sentence where they are given, not later and not never."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_topt import CompressedDDPStrategy, LocalStepsStrategy, ParallelOptimizerStep
+from lightning_topt.communication.options import ExchangeOptions, LinkCosts
+from lightning_topt.plugins.exchange_monitor import ExchangeMonitor
+from lightning_topt.plugins.read_options import check_planner_options, read_device_counts, read_memory_limit
+from lightning_topt.plugins.step_monitor import StepMonitor
+
+NAN, INF = math.nan, math.inf
+NO_COUNT: list[Any] = [0, -1, 1.5, 2.0, NAN, True, "2", [2]]
+NO_NUMBER: list[Any] = [NAN, INF, -INF, "0.5", True, [0.5], None]
+NO_FLAG: list[Any] = [1, 0, "yes", "false", 0.0, []]
+EXCHANGE: dict[str, list[Any]] = {
+    "method": ["top", 3, None, ["topk"]],
+    "density": [0, -0.1, 1.1, *NO_NUMBER],
+    "hierarchical": NO_FLAG,
+    "selection": ["quick", None, 1],
+    "value_dtype": ["int8", None, 32],
+    "error_feedback": [*NO_FLAG, None],
+    "momentum": [-0.1, 1, *NO_NUMBER],
+    "warmup_steps": [n for n in NO_COUNT if n != 0 or n is False],
+    "dense_steps": NO_COUNT,
+    "exempt": ["norm", 3, None, [1], ["norm", None], {"norm"}],
+    "link": [3, "10Gb/s", (1, 2)],
+    "nonfinite": ["stop", 1],
+    "timeout_seconds": [0, -1, *NO_NUMBER],
+    "debug": [*NO_FLAG, None],
+}
+LOCAL: dict[str, list[Any]] = {
+    "every": NO_COUNT,
+    "outer_learning_rate": [0, -1, *NO_NUMBER],
+    "outer_momentum": [-0.1, 1, *NO_NUMBER],
+    "density": [0, 1.1, *NO_NUMBER[:-1]],
+    "residual_decay": [-0.1, 1.1, 0.5, *NO_NUMBER],
+    "value_dtype": ["int8", None, 32],
+    "timeout_seconds": [0, -1, *NO_NUMBER],
+}
+STEP: dict[str, list[Any]] = {
+    "always": [*NO_FLAG, None],
+    "rule": ["rows", 1, True],
+    "gather_dtype": ["float8", 16],
+    "reduce_scatter": [*NO_FLAG, None],
+    "timeout_seconds": [0, -1, *NO_NUMBER],
+}
+
+
+def cases(kind: Any, wrong: dict[str, list[Any]], **others: Any) -> list[Any]:
+    return [
+        pytest.param(kind, {**others, name: value}, name, id=f"{kind.__name__}-{name}-{value!r}"[:60])
+        for name, values in wrong.items()
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "name"),
+    [
+        *cases(ExchangeOptions, EXCHANGE),
+        *cases(CompressedDDPStrategy, {k: v for k, v in EXCHANGE.items() if k != "nonfinite"}),
+        *cases(CompressedDDPStrategy, {"nonfinite": ["stop", 1], "nodes": NO_COUNT, "ranks_per_node": NO_COUNT}),
+        *cases(CompressedDDPStrategy, {"link": [{}, {"bandwidth": 1}, {"latency_seconds": 0, "bandwidth": 1, "x": 2}]}),
+        *cases(ExchangeOptions, {"rank": NO_COUNT}, method="powersgd"),
+        *cases(CompressedDDPStrategy, {"rank": NO_COUNT}, method="powersgd"),
+        *cases(LinkCosts, {"bandwidth": [0, -1, *NO_NUMBER]}, latency_seconds=0.0),
+        *cases(LinkCosts, {"latency_seconds": [-1, *NO_NUMBER]}, bandwidth=1.0),
+        *cases(LocalStepsStrategy, {"every": LOCAL["every"]}),
+        *cases(LocalStepsStrategy, {k: v for k, v in LOCAL.items() if k != "every"}, every=2),
+        *cases(ParallelOptimizerStep, STEP),
+        *cases(ExchangeMonitor, {"every_n_steps": NO_COUNT}),
+        *cases(StepMonitor, {"warmup_steps": NO_COUNT}),
+    ],
+)
+def test_wrong_arguments(kind: Any, arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        kind(**arguments)
+    message = str(caught.value)
+    assert "\n" not in message and (name in message or "bandwidth" in message)
+
+
+@pytest.mark.parametrize("counts", [[], [0], [-2], [1.5], [True], ["2"], "2", 2, 0, {2: 3}, [2, None]])
+def test_wrong_device_counts(counts: Any) -> None:
+    with pytest.raises(ValueError, match="device_counts"):
+        read_device_counts(counts, default=2)
+    if isinstance(counts, list):
+        with pytest.raises(ValueError, match="device_counts"):
+            read_device_counts(OmegaConf.create({"a": counts}).a, default=2)
+
+
+def test_right_device_counts() -> None:
+    assert read_device_counts(None, default=3) == (3,)
+    assert read_device_counts(OmegaConf.create([2, 4, 2]), default=3) == (2, 4)
+
+
+@pytest.mark.parametrize("limit", [0, -1, NAN, INF, True, "0", "-1GiB", "8 GiBs", [1], "1" * 10**6, 10**400])
+def test_wrong_memory_limits(limit: Any) -> None:
+    with pytest.raises(ValueError, match="memory_limit") as caught:
+        read_memory_limit(limit)
+    assert len(str(caught.value)) < 600
+
+
+def test_right_memory_limits() -> None:
+    assert [read_memory_limit(limit) for limit in (None, "8GiB", 5, 2.4)] == [None, 8 * 2**30, 5, 2]
+
+
+@pytest.mark.parametrize("margin", [-0.1, 1, NAN, INF, "0.1", True, None])
+def test_wrong_margins(margin: Any) -> None:
+    with pytest.raises(ValueError, match="memory_margin"):
+        check_planner_options(memory_margin=margin, objective="time")
+
+
+@pytest.mark.parametrize("objective", ["fastest", None, 3, ["time"], "devices"])
+def test_wrong_objectives(objective: Any) -> None:
+    with pytest.raises(ValueError, match="objective must be one of time, memory"):
+        check_planner_options(memory_margin=0.0, objective=objective)

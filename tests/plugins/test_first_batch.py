@@ -1,0 +1,291 @@
+"""A fit begins as under ddp, and the plan comes with the first batch: same hooks, same batches, same parameters."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_topt import AutoParallelStrategy
+from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks
+
+PLANS = [None, "zero1", "zero3", "zero3+recompute"]
+HOOKS = [name for name in dir(L.LightningModule) if name.startswith("on_") and name != "on_gpu"]
+HOOKS += [
+    "configure_optimizers",
+    "configure_callbacks",
+    "prepare_data",
+    "setup",
+    "teardown",
+    "configure_gradient_clipping",
+]
+HOOKS += ["train_dataloader", "val_dataloader", "training_step", "validation_step", "optimizer_step", "backward"]
+
+
+CLUSTER = Path(__file__).parents[2] / "conf" / "cluster" / "local_cpu.yaml"  # a search that measures nothing
+
+
+def strategy_of(plan: str | None) -> Any:
+    return DDPStrategy() if plan == "Lightning" else AutoParallelStrategy(plan=plan, cluster=CLUSTER)
+
+
+class Traced(RecordingGPT):
+    """Notes every hook that is called on it, and the batch of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace: list[str] = []
+        self.seen: list[Tensor] = []
+        for name in HOOKS:
+            setattr(self, name, self._noting(name, getattr(self, name)))
+
+    def _noting(self, name: str, hook: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.trace.append(name)
+            if name == "on_before_batch_transfer":
+                self.seen.append(args[0][0].clone())
+            return hook(*args, **kwargs)
+
+        return noted
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(4)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(4, length=16)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in HOOKS}
+
+
+def trace(rank: int, plan: str | None) -> tuple[list[str], list[Tensor]]:
+    module = Traced()
+    make_trainer(strategy_of(plan), devices=2, max_steps=3).fit(module)
+    return module.trace, module.seen
+
+
+def traces(rank: int) -> list[Any]:
+    return [trace(rank, plan) for plan in ("Lightning", *PLANS)]
+
+
+def test_hooks_fire_once_and_in_the_order_of_ddp_on_the_same_batches() -> None:
+    for (expected, batches), *others in on_ranks(traces):
+        assert expected.count("configure_optimizers") == expected.count("train_dataloader") == 1
+        for (got, seen), plan in zip(others, PLANS, strict=True):
+            assert got == expected, plan
+            assert len(seen) == len(batches) and all(map(torch.equal, seen, batches)), plan
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+class OneShot(IterableDataset[Any]):
+    """Can be read once, all in all."""
+
+    def __init__(self) -> None:
+        self.samples = iter([tokens for tokens in Tokens(24)])  # Tokens has no iterator of its own
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.samples
+
+
+class Noting(RecordingGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch[0].clone())
+
+
+def read_once(rank: int, plan: str | None) -> Tensor:
+    torch.manual_seed(0)
+    module = Noting()
+    make_trainer(strategy_of(plan), devices=2).fit(module, DataLoader(OneShot(), batch_size=4))
+    return torch.cat(module.seen)
+
+
+def read_by_all_plans(rank: int) -> list[Tensor]:
+    return [read_once(rank, plan) for plan in ("Lightning", *PLANS)]
+
+
+def test_a_stream_that_can_be_read_once_loses_no_sample() -> None:
+    for expected, *others in on_ranks(read_by_all_plans):
+        assert len(expected) == 24
+        assert all(torch.equal(expected, got) for got in others)
+
+
+class Stateful(IterableDataset[Any]):
+    """Goes on where it was saved."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        tokens = Tokens(64)
+        while self.position < 64:
+            self.position += 1
+            yield tokens[self.position - 1]
+
+    def __len__(self) -> int:  # without one, Lightning itself is a batch ahead
+        return 64
+
+
+class Keeper(Noting):
+    """Saves where its data are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = Stateful()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.data, batch_size=4)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["position"] = self.data.position
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.data.position = checkpoint["position"]
+
+
+def resumed(rank: int, folder: str) -> list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
+    results = []
+    for plan in ("Lightning", "zero2", "ddp+recompute", "zero3"):
+        torch.manual_seed(0)
+        whole = Keeper()
+        saver = ModelCheckpoint(f"{folder}/{plan}", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        options = {"devices": 2, "enable_checkpointing": True, "use_distributed_sampler": False}
+        make_trainer(strategy_of(plan), callbacks=[saver], max_steps=6, **options).fit(whole)
+        torch.manual_seed(1)
+        again = Keeper()
+        trainer = make_trainer(strategy_of(plan), max_steps=6, devices=2, use_distributed_sampler=False)
+        trainer.fit(again, ckpt_path=f"{folder}/{plan}/step=3.ckpt")
+        assert len(again.seen) == 3 and all(map(torch.equal, again.seen, whole.seen[3:])), plan
+        results.append((torch.cat(whole.seen), whole.state_dict(), again.state_dict()))
+    return results
+
+
+def test_a_resumed_fit_goes_on_with_the_next_batch_under_every_plan(tmp_path: Any) -> None:
+    for batches, _, expected in on_ranks(resumed, str(tmp_path))[0]:
+        assert len(batches) == 24
+        for name, value in expected.items():
+            torch.testing.assert_close(value, _[name], rtol=0, atol=0)
+
+
+# ---- optimizers that the user made ----------------------------------------------------------------------------------
+
+
+class OfTheTemplate(RecordingGPT):
+    """As lightning-hydra-template does."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
+
+
+class MadeBefore(RecordingGPT):
+    """The optimizer is there before the fit, and the next fit goes on with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+def fit_twice(rank: int, kind: type[RecordingGPT]) -> list[tuple[list[float], dict[str, Tensor], int]]:
+    results = []
+    for plan in ("Lightning", *PLANS):
+        torch.manual_seed(0)
+        module = kind()
+        for _ in range(2):
+            make_trainer(strategy_of(plan), devices=2, max_steps=2).fit(module, loader(4))
+        moments = len(module.optimizer.state) if isinstance(module, MadeBefore) else 0
+        results.append((module.losses, module.state_dict(), moments))
+    return results
+
+
+@pytest.mark.parametrize("kind", [OfTheTemplate, MadeBefore])
+def test_optimizers_follow_the_module(kind: type[RecordingGPT]) -> None:
+    for (losses, state, _), *others in on_ranks(fit_twice, kind):
+        assert len(losses) == 4
+        for (other_losses, other_state, _), plan in zip(others, PLANS, strict=True):
+            # Sums of two ranks in another order, and through Adam.
+            assert other_losses == pytest.approx(losses, rel=1e-5), plan
+            for name, value in state.items():
+                torch.testing.assert_close(other_state[name], value, rtol=1e-4, atol=1e-5)
+
+
+# ---- no trace, and what cannot be planned -------------------------------------------------------------------------
+
+
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x) + random.random() + np.random.rand()
+
+
+class RandomStep(RecordingGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Draws()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return self.noise(loss)
+
+
+class ReadsValues(RandomStep):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert loss.item() < 1e6
+        return loss
+
+
+def seeded_losses(rank: int, kind: type[RecordingGPT]) -> list[Any]:
+    results = []
+    for plan in ("Lightning", None):
+        L.seed_everything(3, verbose=False)
+        module = kind()
+        strategy = DDPStrategy() if plan == "Lightning" else AutoParallelStrategy()  # measures
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(strategy, devices=2, max_steps=3).fit(module, loader(4))
+        said = [str(w.message) for w in caught if "topt" in str(w.message)]
+        results.append((module.losses, getattr(strategy, "planned_by", None), said))
+    return results
+
+
+@pytest.mark.parametrize("kind", [RandomStep, ReadsValues])
+def test_a_seeded_run_is_that_of_ddp_bit_for_bit(kind: type[RecordingGPT]) -> None:
+    for (expected, _, _), (losses, planned_by, said) in on_ranks(seeded_losses, kind):
+        assert losses == expected
+        assert planned_by == "search" and not said
+
+
+class CannotBePlanned(RecordingGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.trainer.training and not hasattr(self, "planned")
+        if (
+            type(self.trainer.strategy).__name__ == "AutoParallelStrategy"
+            and self.trainer.strategy.parallel_plan is None
+        ):
+            raise RuntimeError("not in a capture")
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_cannot_be_planned_runs_as_ddp_with_one_warning() -> None:
+    for rank, ((expected, _, _), (losses, planned_by, said)) in enumerate(on_ranks(seeded_losses, CannotBePlanned)):
+        assert losses == expected
+        assert planned_by.startswith("ddp: ") and "not in a capture" in planned_by
+        assert len(said) == (rank == 0) and all("not in a capture" in words for words in said)

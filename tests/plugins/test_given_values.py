@@ -1,0 +1,91 @@
+"""Arguments of the data plugins that mean nothing are refused where they are given, in one sentence that names them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from lightning_topt.plugins.cache_monitor import CacheMonitor
+from lightning_topt.plugins.cache_partition import CachePartition
+from lightning_topt.plugins.cached_data import CachedDataModule
+from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
+from lightning_topt.plugins.measured_cache import MeasuredCache
+from lightning_topt.plugins.stall_monitor import StallMonitor
+from lightning_topt.plugins.tuned_data import TunedDataModule
+
+
+class Data(pl.LightningDataModule):
+    pass
+
+
+CACHED = partial(CachedDataModule, Data(), directory="cache", memory_bytes=1 << 20)
+COORDINATED = partial(CoordinatedDataModule, Data(), directory="jobs", memory_bytes=1 << 20)
+TUNED = partial(TunedDataModule, Data())
+NO_SIZE = [True, -1, 1.5, math.nan, math.inf, "", "many", "-8GiB", "8GiB/s", "1e400", [1], b"8GiB", torch.tensor(8)]
+NO_SECONDS = [True, 0, -1, math.nan, math.inf, "5", None, [1]]
+NO_WHOLE = [True, 1.5, math.nan, math.inf, "1", [1], 1.0]
+NO_TEXT = ["", " ", b"1", 1.5, True, ["1"]]
+WRONG = {
+    (CACHED, "directory"): ["", " ", 3, True, b"cache", ["cache"], "a\0b"],
+    (CACHED, "memory_bytes"): NO_SIZE,
+    (CACHED, "disk_bytes"): NO_SIZE,
+    (CACHED, "data_version"): NO_TEXT,
+    (CACHED, "partition"): ["nodes", 1, 1.5, {"port": 1}, CachePartition],
+    (CachePartition, "interface"): [*NO_TEXT, 3],
+    (CachePartition, "port"): [*NO_WHOLE, -1, 70000, None],
+    (CachePartition, "seed"): [*NO_WHOLE, None],
+    (CachePartition, "timeout_seconds"): NO_SECONDS,
+    (CachePartition, "retry_seconds"): NO_SECONDS,
+    (CachePartition, "queue_bytes"): [*NO_SIZE, 0, None],
+    (CachePartition, "prefetch_batches"): [*NO_WHOLE, -1, None],
+    (CachePartition, "prefetch_bytes"): [*NO_SIZE, 0, None],
+    (COORDINATED, "directory"): ["", 3, None],
+    (COORDINATED, "memory_bytes"): [*NO_SIZE, 0, None],
+    (COORDINATED, "seed"): [*NO_WHOLE, None],
+    (COORDINATED, "data_version"): NO_TEXT,
+    (COORDINATED, "timeout_seconds"): NO_SECONDS,
+    (TUNED, "num_workers"): [*NO_WHOLE, -1, ""],
+    (TUNED, "prefetch_factor"): [*NO_WHOLE, 0],
+    (TUNED, "pin_memory"): [1, 0, "yes", ""],
+    (TUNED, "seconds"): NO_SECONDS,
+    (TUNED, "memory_bytes"): [*NO_SIZE, 0],
+    (StallMonitor, "every_n_steps"): [*NO_WHOLE, 0, -1],
+    (MeasuredCache, "memory_bytes"): [*NO_SIZE, 0],
+}
+CASES = [(make, name, value) for (make, name), values in WRONG.items() for value in values]
+
+
+@pytest.mark.parametrize(("make", "name", "value"), CASES, ids=lambda value: repr(value) if not callable(value) else "")
+def test_what_means_nothing_is_refused_at_once(make, name, value):
+    with pytest.raises(ValueError, match=name) as caught:
+        make(**{name: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [CACHED, COORDINATED, TUNED])
+@pytest.mark.parametrize("datamodule", [None, torch.utils.data.DataLoader([1]), Data, "Data"])
+def test_only_a_datamodule_is_wrapped(make, datamodule):
+    with pytest.raises(TypeError, match="wraps a LightningDataModule"):
+        make.func(datamodule, **make.keywords)
+
+
+def test_every_argument_is_in_the_list():
+    import inspect
+
+    for make in (CACHED, COORDINATED, TUNED, CachePartition, StallMonitor, CacheMonitor):
+        names = set(inspect.signature(getattr(make, "func", make)).parameters) - {"datamodule"}
+        assert names == {name for one, name in WRONG if one is make}
+
+
+def test_numbers_of_any_kind_and_text_are_taken():
+    partition = CachePartition(port=np.int64(7), queue_bytes="64MiB", timeout_seconds=np.float32(1.5))
+    assert (partition.port, partition.queue_bytes, partition.prefetch_bytes) == (7, 1 << 26, 1 << 28)
+    assert COORDINATED(memory_bytes="1GiB", seed=np.int32(3), data_version=4).memory_bytes == 1 << 30
+    assert TUNED(memory_bytes="1GB", seconds=1)._memory_bytes == 10**9
+    assert CACHED(partition=None, data_version=4).data_version == "4"
+    assert StallMonitor(every_n_steps=np.int64(5)).every_n_steps == 5

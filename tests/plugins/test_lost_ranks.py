@@ -1,0 +1,257 @@
+"""A rank that is killed or stopped is named on the others, under every strategy, wherever it was."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy, ParallelOptimizerStep
+from lightning_topt.communication.processes import process_state
+from tests.plugins.trainer_ranks import RecordingGPT, _as_torchrun, loader, make_trainer
+
+LIMIT, SHORT = timedelta(seconds=60), timedelta(seconds=2)
+VICTIM = 1
+KILL, STOP, RAISE = signal.SIGKILL, signal.SIGSTOP, 0
+
+
+class MyError(Exception):
+    pass
+
+
+class Loses(RecordingGPT):
+    """The victim gets a signal where it says, or raises an error (0)."""
+
+    folder = ""
+
+    def __init__(self, where: str, number: int) -> None:
+        super().__init__()
+        self.where, self.number = where, number
+
+    def _reach(self, where: str) -> None:
+        if self.where != where:
+            return
+        if dist.get_rank() == VICTIM:
+            if self.number == RAISE:
+                raise MyError("on one rank only")
+            os.kill(os.getpid(), self.number)
+            time.sleep(120)
+        dist.distributed_c10d._set_pg_timeout(SHORT)  # from here on, so that a busy machine may be slow before
+
+    def setup(self, stage: str) -> None:
+        self._reach("setup")
+
+    def configure_optimizers(self) -> Any:
+        self._reach("planning")
+        return super().configure_optimizers()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self._reach("training")
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._reach("validation")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._reach("checkpoint")
+
+
+class SgdLoses(Loses):
+    def configure_optimizers(self) -> Any:
+        self._reach("planning")
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Saves(L.Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(f"{self.folder}/saved.ckpt")
+
+
+def topt(plan: Any) -> Any:
+    return lambda: (AutoParallelStrategy(plan=plan, timeout=LIMIT), [])
+
+
+def compressed() -> Any:
+    return CompressedDDPStrategy(density=0.1, timeout=LIMIT, timeout_seconds=8), []
+
+
+def local() -> Any:
+    return LocalStepsStrategy(every=2, timeout=LIMIT), []
+
+
+def shared(**options: Any) -> Any:
+    return lambda: (DDPStrategy(timeout=LIMIT), [ParallelOptimizerStep(always=True, timeout_seconds=8, **options)])
+
+
+CASES: dict[str, tuple[Any, str, int]] = {
+    "ddp": (topt("ddp"), "training", KILL),
+    "ddp, error": (topt("ddp"), "training", RAISE),
+    "zero1, error": (topt("zero1"), "validation", RAISE),
+    "zero3, error": (topt("zero3"), "training", RAISE),
+    "ddp, stopped in setup": (topt("ddp"), "setup", STOP),
+    "zero1": (topt("zero1"), "training", STOP),
+    "zero2, validation": (topt("zero2"), "validation", KILL),
+    "zero3+recompute": (topt("zero3+recompute"), "training", STOP),
+    "zero3, checkpoint": (topt("zero3"), "checkpoint", KILL),
+    "search": (topt(None), "planning", KILL),
+    "compressed": (compressed, "training", STOP),
+    "compressed, validation": (compressed, "validation", KILL),
+    "local steps": (local, "training", KILL),
+    "local steps, stopped": (local, "training", STOP),
+    "shared step": (shared(), "training", KILL),
+    "reduce-scatter": (shared(reduce_scatter=True), "training", STOP),
+    "reduce-scatter, validation": (shared(reduce_scatter=True), "validation", STOP),
+}
+
+
+def fit(rank: int, case: str, folder: str) -> str:
+    make, where, number = CASES[case]
+    strategy, callbacks = make()
+    trainer = make_trainer(strategy, devices=2, callbacks=[*callbacks, Saves(folder)])
+    kind = SgdLoses if "compressed" in case else Loses
+    try:
+        trainer.fit(kind(where, number), loader(4), loader(4))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "the fit went through"
+
+
+def run(rank: int, port: int, queue: Any, case: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=LIMIT)
+    message = _as_torchrun(rank, fit, 2, (case, folder))
+    if rank != VICTIM:
+        queue.put((case, message))
+    os._exit(0)  # what is left waits for the lost rank
+
+
+@contextlib.contextmanager
+def started(cases: list[str], folder: str) -> Iterator[Any]:
+    context = mp.get_context("fork")
+    queue = context.SimpleQueue()
+    ranks = []
+    for case in cases:
+        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+            port = free.getsockname()[1]
+        ranks += [context.Process(target=run, args=(rank, port, queue, case, folder)) for rank in range(2)]
+        for rank in ranks[-2:]:
+            rank.start()
+    try:
+        yield queue
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def test_a_lost_rank_is_named_in_time(tmp_path: Any) -> None:
+    """All cases at once, on two ranks each."""
+    found: dict[str, str] = {}
+    with started(list(CASES), str(tmp_path)) as queue:
+        for _ in CASES:
+            assert queue._reader.poll(60), f"still waiting: {set(CASES) - set(found)}"
+            case, message = queue.get()
+            found[case] = message
+    for case, (_, _, number) in CASES.items():
+        fate = "has ended" if number == KILL else "is stopped"
+        says = rf"rank 1 did not answer in .*\(rank 1: process \d+ {fate}\)"
+        if number == RAISE:
+            says = "rank 1 ended with MyError: on one rank only"
+        assert re.search(f"Error: {says}; seen by rank 0", found[case]), found[case]
+
+
+class Stops(Loses):
+    """Leaves the numbers of its processes, so that the stopped one can be ended once the other has."""
+
+    def on_train_start(self) -> None:
+        Path(self.folder, str(self.global_rank)).write_text(str(os.getpid()))
+
+
+def end_stopped(folder: Path) -> None:
+    """Lightning would give the stopped rank half a minute once it has noticed that the other has ended."""
+    while len(pids := [int(file.read_text() or 0) for file in sorted(folder.iterdir())]) < 2 or not all(pids):
+        time.sleep(0.05)
+    while process_state(pids[0])[0]:  # until it is gone, not only ended
+        time.sleep(0.05)
+    os.kill(pids[1], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("shares_step", [False, True])
+def test_forked_ranks_name_the_stopped_one(tmp_path: Path, shares_step: bool) -> None:
+    """Lightning asks neither strategy nor callback in ranks that it forked; the error comes from there as text."""
+    options: Any = {"start_method": "fork", "timeout": LIMIT}
+    strategy = DDPStrategy(**options) if shares_step else AutoParallelStrategy(plan="ddp", **options)
+    trainer = make_trainer(strategy, devices=2, callbacks=[ParallelOptimizerStep()] if shares_step else [])
+    module = Stops("training", STOP)
+    module.folder = str(tmp_path)
+    ender = threading.Thread(target=end_stopped, args=(tmp_path,), daemon=True)
+    ender.start()
+    with pytest.raises(Exception, match=r"rank 1 did not answer in .* is stopped\); seen by rank 0"):
+        trainer.fit(module, loader(4))
+    ender.join()
+
+
+SCRIPT = """
+import os, signal
+import lightning as L
+import lightning_topt
+from tests.plugins.trainer_ranks import RecordingGPT, loader
+
+class Dies(RecordingGPT):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == {dead}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+strategy = lightning_topt.AutoParallelStrategy(plan="{plan}")
+L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False,
+          enable_progress_bar=False, max_epochs=1).fit(Dies(), loader(2))
+print("FINISHED")
+"""
+
+
+def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) -> None:
+    """The main process says so itself before Lightning's observer kills it; without it, the others do."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    jobs = []
+    for plan, dead in (("zero1", 1), ("zero3", 0)):
+        script = tmp_path / f"{plan}.py"
+        script.write_text(SCRIPT.format(plan=plan, dead=dead))
+        out = (tmp_path / f"{plan}.txt").open("w+")
+        job = subprocess.Popen(
+            [sys.executable, str(script)], env=environment, stdout=out, stderr=out, start_new_session=True
+        )
+        jobs.append((job, out, 1 - dead, dead))
+    try:
+        for job, out, survivor, dead in jobs:
+            says = f"rank {dead} did not answer"
+            deadline = time.monotonic() + 120
+            while says not in (text := Path(out.name).read_text()) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            assert f"seen by rank {survivor}" in text and "has ended" in text and "FINISHED" not in text, text[-3000:]
+            assert job.wait(timeout=60) == (1 if dead else -signal.SIGKILL)
+    finally:
+        for job, out, _, _ in jobs:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            out.close()

@@ -149,7 +149,7 @@ def test_a_plan_made_by_topt_plan_runs_in_topt_train(tmp_path):
     finished(topt("plan", *TINY, *limit, "cluster=local_cpu", f"hydra.run.dir={tmp_path}/plan", folder=tmp_path))
     plan = f"strategy.plan={tmp_path}/plan/plan.yaml"
     arguments = [*TINY, plan, "trainer.limit_train_batches=8", f"hydra.run.dir={tmp_path}/train"]
-    finished(topt("train", *arguments, folder=tmp_path))
+    finished(topt("train", *arguments, folder=tmp_path, python=sys.executable))
     record = json.loads((tmp_path / "train" / "run.json").read_text())
     assert record["plan"]["blocks"] == ParallelPlan.load(tmp_path / "plan" / "plan.yaml").to_dict()["blocks"]
     assert record["predicted"]["peak_bytes"] > 0 and record["strategy"] == "AutoParallelStrategy"

@@ -20,7 +20,7 @@ from lightning_topt.cli.local_ranks import run_on_ranks
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import RETURNS_MEMORY, Measurements
-from lightning_topt.costs.optimizer import OptimizerProfile
+from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.execution.allocator import return_freed_memory
 from lightning_topt.graph.batches import batch_sizes
 from lightning_topt.graph.capture import capture
@@ -29,7 +29,7 @@ from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.report import print_table, save_html, save_png
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.example_batch import batches_of
-from lightning_topt.plugins.planning import Planning, profile_optimizers, search_plans
+from lightning_topt.plugins.planning import Planning, make_fake_optimizers, search_plans
 from lightning_topt.plugins.read_options import read_device_counts
 from lightning_topt.plugins.run_plan import choose_for
 
@@ -97,8 +97,8 @@ def _costs(
     strategy: AutoParallelStrategy, trainer: pl.Trainer, module: pl.LightningModule, graph: OpGraph
 ) -> Costs | None:
     if strategy.request.cluster is not None:
-        optimizer = profile_optimizers(module, device=torch.device("cpu"), measure=False)
-        return Costs(strategy.request.cluster, optimizer, None)
+        optimizers, named = make_fake_optimizers(module, device=torch.device("cpu"))
+        return Costs(strategy.request.cluster, read_optimizer(optimizers, named_parameters=named), None)
     conditions = ""
     if strategy.request.memory_limit is not None:
         return_freed_memory(strategy.root_device)  # as the run will; forked ranks inherit it
@@ -110,8 +110,11 @@ def _costs(
 def _measure(
     device: torch.device, num_nodes: int, graph: OpGraph, module: pl.LightningModule, conditions: str
 ) -> Costs:
-    optimizer = profile_optimizers(module, device=device)
+    optimizers, named = make_fake_optimizers(module, device=device)
+    optimizer = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
     measurements = Measurements.open(device=device, num_nodes=num_nodes, progress=print, conditions=conditions)
+    seconds = measurements.update_seconds(optimizers, named_parameters=named)
+    optimizer = dataclasses.replace(optimizer, seconds_per_element=seconds)
     return Costs(measurements.cluster(), optimizer, measurements.kernel_seconds(graph))
 
 

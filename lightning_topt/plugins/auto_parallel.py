@@ -22,11 +22,9 @@ from typing_extensions import override
 
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.units import parse_bytes
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import ShardedEngine, build_engine
 from lightning_topt.execution.memory import MemoryMeter, release_free_memory
-from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
 from lightning_topt.plugins.ddp_parts import destroy_process_group, register_names
@@ -36,7 +34,13 @@ from lightning_topt.plugins.exchange_monitor import add_monitor
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import check_agreement
-from lightning_topt.plugins.read_options import checked_options, read_cluster, read_plan_option
+from lightning_topt.plugins.read_options import (
+    check_planner_options,
+    checked_options,
+    read_cluster,
+    read_memory_limit,
+    read_plan_option,
+)
 from lightning_topt.plugins.run_plan import decide_plan
 
 
@@ -91,11 +95,9 @@ class AutoParallelStrategy(EngineCheckpoints):
         **ddp_options: Any,
     ) -> None:
         super().__init__(**checked_options(ddp_options))
-        check_objective(objective or "time", allowed=("time", "memory"))
-        if not 0 <= memory_margin < 1:
-            raise ValueError(f"memory_margin is a share between 0 and 1, got {memory_margin}")
+        check_planner_options(memory_margin=memory_margin, objective="time" if objective is None else objective)
         self.request = PlanRequest(
-            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            memory_limit=read_memory_limit(memory_limit),
             objective=objective or "time",
             objective_given=objective is not None,
             plan=read_plan_option(plan),

@@ -1,14 +1,14 @@
 """From a captured module to a frontier of plans and the chosen one: what the strategy and `topt plan` have in common.
 
 graph = capture(module, batch)
-optimizer = profile_optimizers(module, device=torch.device("cpu"))
+optimizers, named = make_fake_optimizers(module, device=torch.device("cpu"))
+optimizer = read_optimizer(optimizers, named_parameters=named)
 frontier = search_plans(graph, cluster=cluster, optimizer=optimizer, device_counts=(1, 2), global_batch_size=16)
 choose(frontier.candidates, memory_limit=2**30).plan
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import _configure_optimizers
+from torch import nn
+from torch.optim import Optimizer
 
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
@@ -25,7 +27,7 @@ from lightning_topt.costs.cost_table import CostTable
 from lightning_topt.costs.estimate import StepModel, estimate_costs, explain, legal_families
 from lightning_topt.costs.exchange import legal_exchanges
 from lightning_topt.costs.memory import FAMILIES
-from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
+from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.frontier.search import search_frontier
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.op_config import OpConfig
@@ -43,17 +45,23 @@ class Planning:
     graph: OpGraph
 
 
-def profile_optimizers(module: pl.LightningModule, *, device: torch.device, measure: bool = True) -> OptimizerProfile:
-    """What the module's own `configure_optimizers` makes, run on a fake copy; with `measure`, timed on `device`."""
+Optimizers = tuple[list[Optimizer], list[tuple[str, nn.Parameter]]]  # and the parameters of their module, by name
+
+
+def optimizers_of(trainer: pl.Trainer) -> Optimizers:
+    """Return the optimizers of a fit; where they do not exist yet, what the module would make, on a fake copy of it."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    if not strategy.optimizers:
+        return make_fake_optimizers(module, device=strategy.root_device)
+    return list(strategy.optimizers), list(module.named_parameters())
+
+
+def make_fake_optimizers(module: pl.LightningModule, *, device: torch.device) -> Optimizers:
+    """Return what the module's own `configure_optimizers` makes, run on a fake copy."""
     copied, mode = fake_copy(module, device=device.type)
     with mode:
         optimizers, _, _ = _configure_optimizers(copied.configure_optimizers())  # type: ignore[arg-type]
-    named = list(copied.named_parameters())
-    profile = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
-    if not measure:
-        return profile
-    seconds = measure_update_seconds(optimizers, named_parameters=named, device=device)
-    return dataclasses.replace(profile, seconds_per_element=seconds)
+    return optimizers, list(copied.named_parameters())
 
 
 def search_plans(

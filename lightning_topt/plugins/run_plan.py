@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_topt.communication.rank_watch import is_of_collective
-from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.measurements import RETURNS_MEMORY, Measurements
 from lightning_topt.costs.memory import FAMILIES
+from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.execution.memory import release_free_memory
 from lightning_topt.execution.mesh import check_world_size
-from lightning_topt.graph.capture import CaptureError, capture
+from lightning_topt.graph.capture import capture, may_need_values
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run, exchanges_of_run
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning, profile_optimizers, search_plans
+from lightning_topt.plugins.planning import Planning, optimizers_of, search_plans
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
 from lightning_topt.plugins.read_options import UniformPlan
+from lightning_topt.plugins.whole_parameters import why_whole
 
 Decision = tuple[ParallelPlan, Planning | None, str]
 
@@ -51,13 +55,13 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
     if isinstance(given, ParallelPlan):
         check_world_size(given, world_size)
         _check_model(given, module)
-        _check_features(given, request, trainer)
+        on_every_rank(lambda: _check_features(given, request, trainer))
         return given, None, "given"
     try:
         graph = capture_on_ranks(trainer, batch)
         if isinstance(given, UniformPlan):
             plan = given.of(graph, data_parallel_size=world_size)
-            _check_features(plan, request, trainer, graph)
+            on_every_rank(lambda: _check_features(plan, request, trainer, graph))
             return plan, None, "given"
         return *_search(request, trainer, graph), "search"
     except Exception as error:
@@ -92,8 +96,8 @@ def capture_on_ranks(trainer: pl.Trainer, batch: Any) -> OpGraph:
     def on_fake_tensors() -> OpGraph | str:
         try:
             return on(real=False)
-        except CaptureError as error:
-            if not error.needs_values:
+        except Exception as error:
+            if not may_need_values(error):
                 raise
             return str(error)
 
@@ -107,13 +111,7 @@ def capture_on_ranks(trainer: pl.Trainer, batch: Any) -> OpGraph:
 
 
 def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[ParallelPlan, Planning | None]:
-    module, device = trainer.lightning_module, trainer.strategy.root_device
-    measure = request.cluster is None
-    profile = on_every_rank(lambda: profile_optimizers(module, device=device, measure=measure))
-    cluster, kernel_seconds = request.cluster, None
-    if cluster is None:
-        cluster = on_every_rank(lambda: calibrate(device=device, num_nodes=trainer.num_nodes))
-        kernel_seconds = on_every_rank(lambda: measure_kernels(graph, device=device))
+    profile, cluster, kernel_seconds = _costs(request, trainer, graph)
     planning: Planning | None = None
 
     def search() -> dict[str, Any]:
@@ -135,6 +133,29 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
     release_free_memory()
     rank_zero_info(f"topt: {plan.summary()}. {plan.reason}")
     return plan, planning
+
+
+def _costs(
+    request: PlanRequest, trainer: pl.Trainer, graph: OpGraph
+) -> tuple[OptimizerProfile, Cluster, Mapping[KernelKey, float] | None]:
+    """What the search needs besides the graph, measured unless the cluster is given."""
+    device = trainer.strategy.root_device
+    optimizers, named = optimizers_of(trainer)
+    profile = on_every_rank(lambda: read_optimizer(optimizers, named_parameters=named, device_type=device.type))
+    if request.cluster is not None:
+        return profile, request.cluster, None
+    conditions = "" if request.memory_limit is None else RETURNS_MEMORY
+    measurements = Measurements.open(
+        device=device, num_nodes=trainer.num_nodes, progress=_progress, conditions=conditions
+    )
+    seconds = on_every_rank(lambda: measurements.update_seconds(optimizers, named_parameters=named))
+    cluster = on_every_rank(measurements.cluster)
+    kernels = on_every_rank(lambda: measurements.kernel_seconds(graph))
+    return dataclasses.replace(profile, seconds_per_element=seconds), cluster, kernels
+
+
+def _progress(line: str) -> None:
+    rank_zero_info(f"topt: {line}")
 
 
 def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:
@@ -160,7 +181,7 @@ def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer, graph: Op
         return "16-true keeps no float32 weights to shard"
     if graph is not None and graph.unused:
         return f"the step gives {graph.unused[0]} no gradient, which only DistributedDataParallel sees and answers"
-    return None
+    return why_whole(trainer)
 
 
 def _check_features(
@@ -172,7 +193,7 @@ def _check_features(
     check_exchange_of_run(plan, trainer)
 
 
-def _check_model(plan: ParallelPlan, module: torch.nn.Module) -> None:
+def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:
     name = type(module).__name__
     parameters = [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in module.named_parameters()]
     if plan.fingerprint is not None and plan.fingerprint != model_fingerprint(name, parameters):

@@ -7,6 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.preloaded import preloaded_python
+
+
+def pytest_configure() -> None:
+    """Start the one server that all processes of this run share; it imports nothing until it is asked."""
+    preloaded_python()
+
 
 @pytest.fixture(autouse=True)
 def seeds_of_lightning_are_forgotten() -> Iterator[None]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.preloaded import preloaded_python
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -18,7 +19,7 @@ def test_example(path, tmp_path):
     assert f"python examples/{path.name}" in path.read_text()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     job = subprocess.run(
-        [sys.executable, str(path)],
+        [preloaded_python(), str(path)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -164,6 +164,7 @@ class CompressedDDPStrategy(ExchangeSteps):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        checkpoint = dict(checkpoint)  # hooks may keep theirs
         self._save_exchange(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 

@@ -89,7 +89,8 @@ class EngineCheckpoints(ExchangeSteps):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         # A checkpoint of a Trainer names Lightning's version; bare weights (sent back by forked ranks) stay bare.
         if self.parallel_plan is not None and "pytorch-lightning_version" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = {"plan": self.parallel_plan.to_dict()}
+            # The user's hooks were given `checkpoint`, and may keep it.
+            checkpoint = {**checkpoint, CHECKPOINT_KEY: {"plan": self.parallel_plan.to_dict()}}
             self._save_exchange(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 

@@ -189,7 +189,7 @@ class LocalStepsStrategy(NamesLostRanks):
         assert self.lightning_module is not None
         whole = self.local_steps is not None and "optimizer_states" in checkpoint
         if whole and not self.lightning_module.trainer.interrupted:
-            checkpoint.setdefault(CHECKPOINT_KEY, {})[EXCHANGE_KEY] = self._outer_state()
+            checkpoint = {**checkpoint, CHECKPOINT_KEY: {EXCHANGE_KEY: self._outer_state()}}  # hooks may keep theirs
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _outer_state(self) -> dict[str, Any]:

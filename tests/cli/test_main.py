@@ -14,18 +14,19 @@ from lightning.pytorch import Callback
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from tests.preloaded import preloaded_python
 
 ROOT = Path(__file__).parents[2]
 TINY_GPT = ["model.num_layers=2", "model.hidden=32", "model.num_heads=2", "model.seq_len=32"]
 TINY = [*TINY_GPT, "data.max_bytes=40000", "trainer.limit_val_batches=2"]
 
 
-def topt(*arguments, folder):
-    return run_python("-m", "lightning_topt.cli.main", *arguments, folder=folder)
+def topt(*arguments, folder, python=None):
+    return run_python("-m", "lightning_topt.cli.main", *arguments, folder=folder, python=python)
 
 
-def run_python(*arguments, folder, timeout=240):
-    command = [sys.executable, *arguments]
+def run_python(*arguments, folder, python=None, timeout=240):
+    command = [python or preloaded_python(), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("HYDRA_FULL_ERROR", None)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
@@ -45,11 +46,10 @@ def finished(result):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """One run on two ranks under Lightning's own ddp; several tests look at its files."""
+    """One run on two ranks under Lightning's own ddp, in interpreters of its own; several tests look at its files."""
     folder = tmp_path_factory.mktemp("train")
-    result = topt(
-        "train", "strategy=ddp", *TINY, "trainer.limit_train_batches=12", f"hydra.run.dir={folder}/run", folder=folder
-    )
+    arguments = ["strategy=ddp", *TINY, "trainer.limit_train_batches=12", f"hydra.run.dir={folder}/run"]
+    result = topt("train", *arguments, folder=folder, python=sys.executable)
     return folder / "run", finished(result)
 
 
@@ -149,7 +149,7 @@ def test_a_plan_made_by_topt_plan_runs_in_topt_train(tmp_path):
     finished(topt("plan", *TINY, *limit, "cluster=local_cpu", f"hydra.run.dir={tmp_path}/plan", folder=tmp_path))
     plan = f"strategy.plan={tmp_path}/plan/plan.yaml"
     arguments = [*TINY, plan, "trainer.limit_train_batches=8", f"hydra.run.dir={tmp_path}/train"]
-    finished(topt("train", *arguments, folder=tmp_path))
+    finished(topt("train", *arguments, folder=tmp_path, python=sys.executable))
     record = json.loads((tmp_path / "train" / "run.json").read_text())
     assert record["plan"]["blocks"] == ParallelPlan.load(tmp_path / "plan" / "plan.yaml").to_dict()["blocks"]
     assert record["predicted"]["peak_bytes"] > 0 and record["strategy"] == "AutoParallelStrategy"

@@ -179,12 +179,15 @@ def test_model_checkpoint_keeps_the_best_and_the_last(plan: str, tmp_path: Path)
 class WithObject(RecordingGPT):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["object"] = Path("/")  # not among the types that torch.load(weights_only=True) accepts
+        self.given = checkpoint
 
 
 def full_pickle(rank: int, path: str) -> None:
     trainer = topt_trainer("zero3")
-    trainer.fit(WithObject(), loader(8))
+    module = WithObject()
+    trainer.fit(module, loader(8))
     trainer.save_checkpoint(path)
+    assert "lightning_topt" not in module.given and "lightning_topt" in torch.load(path, weights_only=False)
     again = make_trainer(AutoParallelStrategy(plan="zero3"), devices=2, max_epochs=2)
     again.fit(WithObject(), loader(8), ckpt_path=path, weights_only=False)
     assert again.current_epoch == 2

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_topt.communication.elastic import attempt_store
+from tests.preloaded import preloaded_python
 
 SCRIPT = """
 import os, signal, sys
@@ -62,7 +62,7 @@ def test_a_restarted_job_goes_on_under_every_strategy(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [
-        sys.executable,
+        preloaded_python(),
         "-m",
         "torch.distributed.run",
         "--standalone",

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy, ParallelOptimizerStep
 from lightning_topt.communication.processes import process_state
 from tests.plugins.trainer_ranks import RecordingGPT, _as_torchrun, loader, make_trainer
+from tests.preloaded import preloaded_python
 
 LIMIT, SHORT = timedelta(seconds=60), timedelta(seconds=2)
 VICTIM = 1
@@ -239,7 +239,7 @@ def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) ->
         script.write_text(SCRIPT.format(plan=plan, dead=dead))
         out = (tmp_path / f"{plan}.txt").open("w+")
         job = subprocess.Popen(
-            [sys.executable, str(script)], env=environment, stdout=out, stderr=out, start_new_session=True
+            [preloaded_python(), str(script)], env=environment, stdout=out, stderr=out, start_new_session=True
         )
         jobs.append((job, out, 1 - dead, dead))
     try:

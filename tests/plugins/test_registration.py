@@ -13,11 +13,12 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_topt
 from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy
+from tests.preloaded import preloaded_python
 
 
-def run(code: str, **environment: str) -> str:
+def run(code: str, *, python: str = sys.executable, **environment: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [python, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -106,6 +107,7 @@ def test_environment_variable() -> None:
         import lightning as L, lightning_topt
         print(type(L.Trainer(accelerator="cpu", devices=2, logger=False).strategy).__name__)
         """,
+        python=preloaded_python(),
         PL_TRAINER_STRATEGY="topt",
     )
     assert "AutoParallelStrategy" in output
@@ -127,7 +129,8 @@ def test_class_path_in_lightnings_cli() -> None:
             "--trainer.strategy=lightning_topt.CompressedDDPStrategy", "--trainer.strategy.density=0.05",
             "--trainer.strategy.exempt=[bias]")
         print("density", compressed.options.density, compressed.options.exempt)
-        """
+        """,
+        python=preloaded_python(),
     )
     assert f"limit {float(2**30)}" in output or f"limit {2**30}" in output
     assert "density 0.05 ('bias',)" in output

@@ -1,0 +1,74 @@
+"""The preloaded Python runs programs as Python does: arguments, environment, folder, descriptors and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.preloaded import preloaded_python
+from tests.processes import wait_for_end
+
+TELL = """
+import os, sys
+print(sys.argv, os.getcwd(), os.environ.get("COLOUR"), __name__, sys.path[0], sys.stdin.read(), flush=True)
+print([name for name in sys.modules if name.startswith(("lightning_topt", "hydra_plugins", "tests"))])
+os.write(int(sys.argv[-1]), b"written")
+sys.exit(7)
+"""
+SPAWN = """
+import multiprocessing
+
+def square(number):
+    return number * number
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        print(pool.map(square, range(4)))
+"""
+
+
+def run(python, *arguments, **options):
+    return subprocess.run([python, *arguments], capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.mark.parametrize("way", ["script", "-m", "-c"])
+def test_a_program_sees_what_it_would_see(way, tmp_path):
+    (tmp_path / "tell.py").write_text(TELL)
+    program = {"script": ["tell.py"], "-m": ["-m", "tell"], "-c": ["-c", TELL]}[way]
+    results = []
+    for python in (sys.executable, preloaded_python()):
+        reader, writer = os.pipe()
+        environment = {"COLOUR": "red", "PATH": os.environ["PATH"]}
+        options = {"cwd": tmp_path, "env": environment, "input": "typed", "pass_fds": [writer]}
+        result = run(python, *program, "a b", str(writer), **options)
+        os.close(writer)
+        results.append((result.returncode, result.stdout.replace(str(writer), "N"), result.stderr, os.read(reader, 99)))
+        os.close(reader)
+    assert results[0] == results[1] and results[0][0] == 7 and results[0][3] == b"written"
+
+
+def test_processes_that_it_spawns_are_quick_too_and_find_its_functions(tmp_path):
+    (tmp_path / "square.py").write_text(SPAWN)
+    result = run(preloaded_python(), "square.py", cwd=tmp_path)
+    assert result.stdout == "[0, 1, 4, 9]\n", result.stderr
+
+
+def test_errors_and_signals_end_it_as_they_end_python():
+    result = run(preloaded_python(), "-c", "import atexit; atexit.register(print, 'bye'); 1 / 0")
+    assert result.returncode == 1 and result.stdout == "bye\n" and "ZeroDivisionError" in result.stderr
+    assert run(preloaded_python(), "-c", "import os; os.kill(os.getpid(), 9)").returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_who_kills_the_process_kills_the_program(number):
+    command = [preloaded_python(), "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        program = int(process.stdout.readline())
+        process.send_signal(number)
+        assert process.wait(timeout=20) == -number
+    assert wait_for_end(program)

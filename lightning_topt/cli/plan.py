@@ -19,9 +19,8 @@ from rich.console import Console
 from lightning_topt.cli.local_ranks import run_on_ranks
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
-from lightning_topt.costs.measurements import RETURNS_MEMORY, Measurements
+from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
-from lightning_topt.execution.allocator import return_freed_memory
 from lightning_topt.graph.batches import batch_sizes
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import OpGraph
@@ -70,6 +69,7 @@ def run(config: DictConfig) -> None:
         optimizer=costs.optimizer,
         exchanges=strategy.request.allowed.candidates,
         kernel_seconds=costs.kernel_seconds,
+        returns_memory=strategy.request.saves_memory,
         device_counts=device_counts,
         global_batch_size=samples * trainer.world_size,
         capture_seconds=capture_seconds,
@@ -99,20 +99,14 @@ def _costs(
     if strategy.request.cluster is not None:
         optimizers, named = make_fake_optimizers(module, device=torch.device("cpu"))
         return Costs(strategy.request.cluster, read_optimizer(optimizers, named_parameters=named), None)
-    conditions = ""
-    if strategy.request.memory_limit is not None:
-        return_freed_memory(strategy.root_device)  # as the run will; forked ranks inherit it
-        conditions = RETURNS_MEMORY
     accelerator = "cpu" if strategy.root_device.type == "cpu" else "cuda"
-    return run_on_ranks(_measure, graph, module, conditions, accelerator=accelerator, devices=trainer.num_devices)
+    return run_on_ranks(_measure, graph, module, accelerator=accelerator, devices=trainer.num_devices)
 
 
-def _measure(
-    device: torch.device, num_nodes: int, graph: OpGraph, module: pl.LightningModule, conditions: str
-) -> Costs:
+def _measure(device: torch.device, num_nodes: int, graph: OpGraph, module: pl.LightningModule) -> Costs:
     optimizers, named = make_fake_optimizers(module, device=device)
     optimizer = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
-    measurements = Measurements.open(device=device, num_nodes=num_nodes, progress=print, conditions=conditions)
+    measurements = Measurements.open(device=device, num_nodes=num_nodes, progress=print)
     seconds = measurements.update_seconds(optimizers, named_parameters=named)
     optimizer = dataclasses.replace(optimizer, seconds_per_element=seconds)
     return Costs(measurements.cluster(), optimizer, measurements.kernel_seconds(graph))

@@ -11,6 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_topt.costs.measured_links import (
     node_group,
     node_timer,
 )
+from lightning_topt.costs.page_faults import measure_page_faults
 from lightning_topt.costs.ranks import average, world_size
 from lightning_topt.costs.repetition import repeat_parts
 from lightning_topt.costs.timing import synchronize, time_call
@@ -80,7 +82,8 @@ def calibrate(*, device: torch.device | str = "cpu", num_nodes: int = 1, budget_
     if group is not None:
         intra = fit_link({("all_reduce", "intra", local): curve(times["node"])}, local)
         inter = Link(inter.latency_seconds, inter.bandwidth / local)  # the ring had the whole network of a node
-    measured = _device(device, times)
+    faults = average([measure_page_faults(device)])[0]
+    measured = replace(_device(device, times), page_fault_seconds_per_byte=faults)
     return Cluster(
         name=f"measured_{platform.node() or 'here'}",
         device=measured,

@@ -40,7 +40,6 @@ _CHECK_BYTES, _CHECK_SECONDS, _CHECK_REPEATS = 1 << 18, 0.02, 4
 _PATIENCE_SECONDS = 0.5  # with a machine that is busy for a moment
 _KERNELS_SECONDS, _UPDATES_SECONDS = 2.0, 0.5
 
-RETURNS_MEMORY = "freed memory is returned"  # the conditions under which plans with a memory limit run on CPUs
 
 Progress = Callable[[str], None]
 

@@ -107,6 +107,11 @@ class ParallelPlan:
         """Whether gradients and parameters are stored in shards (ZeRO stages 2 and 3)."""
         return any(block.config.zero_stage >= 2 for block in self.blocks)
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether the plan takes more time than another to hold less: it shards or recomputes."""
+        return self.is_sharded or any(block.config.recompute for block in self.blocks)
+
     def summary(self) -> str:
         """One line for people: how many blocks run in which way, and how gradients travel where not whole as they are."""
         counts: dict[str, int] = {}

@@ -130,8 +130,6 @@ class AutoParallelStrategy(EngineCheckpoints):
         check_agreement(self.request, self.lightning_module)
         self._engine, self._resumed, self.parallel_plan = None, None, None
         self._open_exchange(None)
-        if self.request.memory_limit is not None:
-            return_freed_memory(self.root_device)
         # Whole gradients and optimizer state may be too much for what has to be sharded.
         self._holds_back = self.request.may_shard_for_memory(self.lightning_module, self.root_device)
         if self._holds_back and self.request.must_shard_first(self.lightning_module, self.root_device):
@@ -186,6 +184,9 @@ class AutoParallelStrategy(EngineCheckpoints):
         start = time.perf_counter()
         with isolate_rng():
             self.parallel_plan, self.planning, self.planned_by = decide_plan(self.request, trainer, batch)
+        if self.request.saves_memory or self.parallel_plan.saves_memory:
+            release_free_memory()
+            return_freed_memory(self.root_device)
         self.planning_seconds = time.perf_counter() - start
         warm_up(self.root_device)
         self.memory_meter = MemoryMeter(self.root_device)

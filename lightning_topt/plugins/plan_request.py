@@ -46,6 +46,11 @@ class PlanRequest:
         """Whether the user asked for something that plain DDP does not give."""
         return self.plan is not None or self.memory_limit is not None or self.objective_given
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether plans are compared by what they leave free, not by time alone."""
+        return self.memory_limit is not None or self.objective == "memory"
+
     def needs_batch(self, module: pl.LightningModule) -> bool:
         """Whether the plan depends on how `module` takes a training step."""
         by_name = isinstance(self.plan, UniformPlan) and (self.plan.stage >= 2 or self.plan.recompute)

@@ -74,6 +74,7 @@ def search_plans(
     families: Iterable[str] = FAMILIES,
     exchanges: Sequence[ExchangeOptions] = (),
     kernel_seconds: Mapping[KernelKey, float] | None = None,
+    returns_memory: bool = False,
     capture_seconds: float = 0.0,
 ) -> PlanFrontier:
     """Search every family of plans at every number of devices and unite the frontiers; uniform plans are kept beside them.
@@ -85,6 +86,7 @@ def search_plans(
         exchanges: ways to exchange whole gradients that may be chosen besides DDP's all-reduce, each searched by itself; those
             that a number of ranks cannot have are left out there.
         kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch size.
+        returns_memory: every plan is to keep a memory limit (see `StepModel`); sharded plans always do so on CPUs.
         capture_seconds: what making `graph` took, for the record.
 
     Raises ValueError when a device count does not divide the batch.
@@ -103,7 +105,8 @@ def search_plans(
                 continue
             batch_size, kernels = global_batch_size // count, kernel_seconds or {}
             for exchange in (None, *_exchanges_of(family, exchanges, cluster=cluster, count=count)):
-                model = StepModel(graph, cluster, optimizer, count, batch_size, family, kernels, exchange)
+                returns = returns_memory or family == "sharded"
+                model = StepModel(graph, cluster, optimizer, count, batch_size, family, kernels, exchange, returns)
                 table = estimate_costs(model)
                 found = search_frontier(table)
                 error_bound = max(error_bound, found.error_bound)

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
-from lightning_topt.costs.measurements import RETURNS_MEMORY, Measurements
+from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.memory import FAMILIES
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.execution.memory import release_free_memory
@@ -125,6 +125,7 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
             families=_families(request, trainer, graph),
             exchanges=exchanges_of_run(request.allowed, trainer),
             kernel_seconds=kernel_seconds,
+            returns_memory=request.saves_memory,
         )
         planning = Planning(frontier, choose_for(request, frontier, cluster), graph)
         return planning.chosen.plan.to_dict()
@@ -144,10 +145,7 @@ def _costs(
     profile = on_every_rank(lambda: read_optimizer(optimizers, named_parameters=named, device_type=device.type))
     if request.cluster is not None:
         return profile, request.cluster, None
-    conditions = "" if request.memory_limit is None else RETURNS_MEMORY
-    measurements = Measurements.open(
-        device=device, num_nodes=trainer.num_nodes, progress=_progress, conditions=conditions
-    )
+    measurements = Measurements.open(device=device, num_nodes=trainer.num_nodes, progress=_progress)
     seconds = on_every_rank(lambda: measurements.update_seconds(optimizers, named_parameters=named))
     cluster = on_every_rank(measurements.cluster)
     kernels = on_every_rank(lambda: measurements.kernel_seconds(graph))

@@ -17,15 +17,14 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.estimate import Explanation, StepModel, explain
 from lightning_topt.costs.memory import FAMILIES as FAMILIES_OF_PLANS
-from lightning_topt.costs.optimizer import OptimizerProfile
-from lightning_topt.costs.page_faults import measure_page_faults
+from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import build_engine
 from lightning_topt.execution.memory import MemoryMeter, release_free_memory
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.op_graph import Kernel, OpGraph
+from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.planning import profile_optimizers
+from lightning_topt.plugins.planning import make_fake_optimizers
 from lightning_topt.plugins.read_options import UniformPlan, read_plan_option
 
 CPU, RANKS = torch.device("cpu"), 2
@@ -71,11 +70,14 @@ def predict(rank: int, family: str, cases: Sequence[Case], budget_seconds: float
     """
     module, batch = FAMILIES[family].module(), FAMILIES[family].example(rank)
     graph = capture(module, batch)
-    profile = profile_optimizers(module, device=CPU)
+    optimizers, named = make_fake_optimizers(module, device=CPU)
+    profile = read_optimizer(optimizers, named_parameters=named)
+    seconds = measure_update_seconds(optimizers, named_parameters=named, device=CPU)
+    profile = replace(profile, seconds_per_element=seconds)
     rounds: list[dict[Case, Explanation]] = []
     while len(rounds) < _ROUNDS and not _agree([r[cases[0]].step_seconds for r in rounds[-2:]]):
-        cluster = _with_page_faults(calibrate(budget_seconds=budget_seconds / 2))
-        kernels = measure_kernels(_without_rnn(graph), budget_seconds=budget_seconds)
+        cluster = calibrate(budget_seconds=budget_seconds / 2)
+        kernels = measure_kernels(graph, budget_seconds=budget_seconds)
         samples = FAMILIES[family].batch_size
         rounds.append({case: _explain(case, graph, cluster, profile, kernels, samples) for case in cases})
     last = rounds[-2:]
@@ -106,26 +108,8 @@ def _explain(
     plan = plan_of(case, graph)
     family = FAMILIES_OF_PLANS[plan.is_sharded]
     common = graph, cluster, profile, RANKS, samples, family, kernels
-    model = StepModel(*common, returns_memory=case.limited)
+    model = StepModel(*common, returns_memory=case.limited or plan.saves_memory)
     return explain(model, {block.block: block.config for block in plan.blocks})
-
-
-def _with_page_faults(cluster: Cluster) -> Cluster:
-    seconds = torch.tensor(measure_page_faults(CPU), dtype=torch.float64)
-    dist.all_reduce(seconds)
-    device = replace(cluster.device, page_fault_seconds_per_byte=float(seconds) / RANKS)
-    return replace(cluster, device=device)
-
-
-def _without_rnn(graph: OpGraph) -> OpGraph:
-    """Without oneDNN's LSTM, which cannot be replayed outside of its module."""
-
-    def kept(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
-        return tuple(kernel for kernel in kernels if "mkldnn_rnn" not in kernel.name)
-
-    return replace(
-        graph, ops=tuple(replace(op, forward=kept(op.forward), backward=kept(op.backward)) for op in graph.ops)
-    )
 
 
 def plan_of(case: Case, graph: OpGraph) -> ParallelPlan:
@@ -137,7 +121,7 @@ def plan_of(case: Case, graph: OpGraph) -> ParallelPlan:
 
 def measure(rank: int, family: str, plan: ParallelPlan, limited: bool, steps: int, warmup: int) -> Measured:
     """Train `warmup` + `steps` steps in Lightning's order: forward, zero_grad, backward, step. Collective."""
-    if limited:
+    if limited or plan.saves_memory:  # as the strategy does
         return_freed_memory(CPU)
     module = FAMILIES[family].module()
     batches = [FAMILIES[family].example(10 * rank + index) for index in range(2)]

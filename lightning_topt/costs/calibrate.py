@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from lightning_topt.costs.cluster import Cluster, CollectiveCurve, CurveKey, Device, Link
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
+from lightning_topt.costs.framework import measure_framework
 from lightning_topt.costs.global_state import kept_global_state
 from lightning_topt.costs.measured_links import (
     collective_timers,
@@ -154,7 +155,11 @@ def _device_parts(device: torch.device, *, budget_seconds: float) -> dict[str, C
         overhead = time_call(lambda: tiny.add_(1), device=device, budget_seconds=0.2 * budget_seconds)
         return {"call": average([overhead])[0]}
 
-    return {"products": products, "copies": copies, "small": small}
+    def framework() -> dict[str, float]:
+        return {"kernel": average([measure_framework(device, budget_seconds=0.2 * budget_seconds)])[0]}
+
+    parts = {"products": products, "copies": copies, "small": small}
+    return {**parts, "framework": framework} if device.type == "cpu" else parts
 
 
 def _seconds_per_flop(dtype: torch.dtype, device: torch.device, *, budget_seconds: float) -> float:
@@ -179,6 +184,7 @@ def _device(device: torch.device, times: Mapping[str, Mapping[Any, float]]) -> D
         flops={str(dtype): 1 / seconds for dtype, seconds in times["products"].items()},
         memory_bandwidth=1 / times["copies"]["byte"],
         op_overhead_seconds=times["small"]["call"],
+        framework_seconds=times["framework"]["kernel"] if "framework" in times else 0.0,
         process_bytes=_CPU_PROCESS_BYTES if device.type == "cpu" else 0,
     )
 

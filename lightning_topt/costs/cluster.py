@@ -45,7 +45,8 @@ class Device:
     rate of ``"float32"``. `memory_bandwidth` is in bytes/s, `op_overhead_seconds` what one kernel costs at least,
     `process_bytes` is what a training rank keeps beside tensors (on CPUs: objects, buffers of libraries), `price_per_hour`
     in any currency. `page_fault_seconds_per_byte` is what a byte costs that is taken anew from the operating system, which
-    plans under a memory limit do for every tensor on CPUs (`execution.allocator`).
+    plans under a memory limit do for every tensor on CPUs (`execution.allocator`), `framework_seconds` what a kernel of a
+    step costs beyond itself where the host does not run ahead of the device: modules, autograd, Python (CPUs).
     """
 
     name: str
@@ -56,6 +57,7 @@ class Device:
     price_per_hour: float | None = None
     process_bytes: int = 0
     page_fault_seconds_per_byte: float = 0.0
+    framework_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -239,6 +241,7 @@ def _device(data: Any, *, name: str) -> Device:
         op_overhead_seconds=entries.take("op_overhead_seconds", parse_seconds, 0.0),
         process_bytes=entries.take("process_bytes", parse_bytes, 0),
         page_fault_seconds_per_byte=entries.take("page_fault_seconds_per_byte", number, 0.0),
+        framework_seconds=entries.take("framework_seconds", parse_seconds, 0.0),
         price_per_hour=entries.take("price_per_hour", number, None),
     )
     entries.finish()

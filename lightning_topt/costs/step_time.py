@@ -94,15 +94,16 @@ class StepTime:
         times = {block.name: np.zeros((2, self.segments.count)) for block in self.graph.blocks}
         for op in self.graph.ops:
             for index, kernels in enumerate((op.forward, op.backward)):
-                times[op.block][index, self.segments.of_op[op.name]] += estimate_kernels_seconds(
+                seconds = estimate_kernels_seconds(
                     kernels,
                     batch_size=self.batch_size,
                     device=self.cluster.device,
                     measured=self.kernel_seconds,
                     measured_batch_size=self.graph.batch_size,
                 )
-                taken = kernels_bytes(kernels, batch_size=self.batch_size)
-                times[op.block][index, self.segments.of_op[op.name]] += self.taken_seconds(taken)
+                seconds += self.cluster.device.framework_seconds * sum(kernel.count for kernel in kernels)
+                seconds += self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
+                times[op.block][index, self.segments.of_op[op.name]] += seconds
         return times
 
     def taken_seconds(self, size: float) -> float:

@@ -42,6 +42,7 @@ from lightning_topt.plugins.read_options import (
     read_plan_option,
 )
 from lightning_topt.plugins.run_plan import decide_plan
+from lightning_topt.plugins.step_monitor import StepMonitor
 
 
 class AutoParallelStrategy(EngineCheckpoints):
@@ -128,7 +129,7 @@ class AutoParallelStrategy(EngineCheckpoints):
             self._set_up_evaluation(trainer)
             return
         check_agreement(self.request, self.lightning_module)
-        self._engine, self._resumed, self.parallel_plan = None, None, None
+        self._engine, self._resumed, self.parallel_plan, self.memory_meter = None, None, None, None
         self._open_exchange(None)
         # Whole gradients and optimizer state may be too much for what has to be sharded.
         self._holds_back = self.request.may_shard_for_memory(self.lightning_module, self.root_device)
@@ -188,9 +189,10 @@ class AutoParallelStrategy(EngineCheckpoints):
             release_free_memory()
             return_freed_memory(self.root_device)
         self.planning_seconds = time.perf_counter() - start
-        warm_up(self.root_device)
-        self.memory_meter = MemoryMeter(self.root_device)
-        self.memory_meter.mark_base(self.lightning_module, self.optimizers)
+        if any(isinstance(callback, StepMonitor) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            warm_up(self.root_device)
+            self.memory_meter = MemoryMeter(self.root_device)
+            self.memory_meter.mark_base(self.lightning_module, self.optimizers)
 
     def _apply_plan(self, trainer: pl.Trainer) -> None:
         plan, module = self.parallel_plan, self.lightning_module

@@ -131,7 +131,6 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
         return planning.chosen.plan.to_dict()
 
     plan = ParallelPlan.from_dict(on_rank_0(search))
-    release_free_memory()
     rank_zero_info(f"topt: {plan.summary()}. {plan.reason}")
     return plan, planning
 

@@ -65,8 +65,6 @@ class StepMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # A strategy that plans knows its idle rank better: what planning left behind is not the model's.
-        self._meter = getattr(trainer.strategy, "memory_meter", None) or self._meter
         self._reset(global_step=trainer.global_step)
 
     @override
@@ -86,6 +84,8 @@ class StepMonitor(pl.Callback):
         synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
         steady = self._steps_done >= self.warmup_steps
+        # A strategy that has planned in this step knows its idle rank better, and the step's peak is that of planning.
+        self._meter = getattr(trainer.strategy, "memory_meter", None) or self._meter
         peak = self._meter.peak_bytes()
         if peak is not None:
             self._peak_bytes = max(peak, self._peak_bytes or 0)

@@ -28,11 +28,11 @@ import lightning.pytorch as pl
 @hydra.main(version_base="1.3", config_path=".", config_name="app")
 def main(config):
     trainer = pl.Trainer(strategy="topt", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
-    print(type(trainer.strategy).__name__, config.strategy.objective)
+    print(type(trainer.strategy).__name__, config.strategy.memory_margin)
 
 main()
 """
-    assert run_app(tmp_path, body) == ["AutoParallelStrategy", "time"]
+    assert run_app(tmp_path, body) == ["AutoParallelStrategy", "0.05"]
 
 
 def test_an_app_without_lightning_pays_nothing(tmp_path):

@@ -306,7 +306,7 @@ def test_timeout():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 0}, "every is the number of local steps"),
+        ({"every": 0}, "every .the number of local steps"),
         ({"every": 1, "outer_learning_rate": 0.0}, "outer_learning_rate is positive"),
         ({"every": 1, "outer_momentum": 1.0}, "outer_momentum is at least 0 and below 1"),
         ({"every": 1, "density": 0.0}, "density is the fraction sent"),

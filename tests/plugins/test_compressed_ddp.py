@@ -384,7 +384,7 @@ def test_wrong_options_are_refused_at_once(options: dict[str, Any], error: type[
 
 
 def test_options_from_yaml_and_command_lines() -> None:
-    strategy = CompressedDDPStrategy(exempt="embedding", link={"latency_seconds": 1e-4, "bandwidth": 125e6})
+    strategy = CompressedDDPStrategy(exempt=["embedding"], link={"latency_seconds": 1e-4, "bandwidth": 125e6})
     assert strategy.options.exempt == ("embedding",) and strategy.options.link == LinkCosts(1e-4, 125e6)
 
 

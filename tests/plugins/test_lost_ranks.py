@@ -230,11 +230,21 @@ print("FINISHED")
 """
 
 
+def free_ports(count: int) -> list[int]:
+    """Different ones: two jobs that start at once and look for themselves may find the same."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
 def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) -> None:
     """The main process says so itself before Lightning's observer kills it; without it, the others do."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     jobs = []
-    for plan, dead in (("zero1", 1), ("zero3", 0)):
+    for (plan, dead), port in zip((("zero1", 1), ("zero3", 0)), free_ports(2), strict=True):
+        environment["MASTER_PORT"] = str(port)
         script = tmp_path / f"{plan}.py"
         script.write_text(SCRIPT.format(plan=plan, dead=dead))
         out = (tmp_path / f"{plan}.txt").open("w+")

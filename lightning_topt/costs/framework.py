@@ -1,0 +1,58 @@
+"""Seconds that a kernel costs beyond itself in a training step on CPUs: modules, autograd, Python.
+
+    equation                                                     function
+    t = (step of small layers - their kernels alone) / kernels    measure_framework
+
+A kernel that is measured alone (`calibrate.measure_kernels`) is called without a module around it and without a graph. On
+accelerators the host does this ahead of the device, and it costs nothing while the device is busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_topt.costs.timing import time_call
+
+_LAYERS, _WIDTH, _ROWS = 24, 8, 4
+_LEAST = 1e-6
+_KERNELS = 8  # of each: product, norm, activation; in backward two products, a sum, and those of norm and activation
+
+
+def measure_framework(device: torch.device, *, budget_seconds: float = 0.05) -> float:
+    """Return the seconds per kernel, from a step of small layers; 0 on devices other than CPUs."""
+    if device.type != "cpu":
+        return 0.0
+    linears = [nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
+    model = nn.Sequential(*(module for linear in linears for module in (linear, nn.LayerNorm(_WIDTH), nn.GELU())))
+    x = torch.ones(_ROWS, _WIDTH)
+
+    def step() -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.autograd.backward(model(x).sum())
+        model.zero_grad()
+
+    whole = time_call(step, device=device, budget_seconds=0.7 * budget_seconds)
+    alone = time_call(_kernels_of(linears[0], x), device=device, budget_seconds=0.3 * budget_seconds)
+    return max(whole / _LAYERS - alone, _LEAST) / _KERNELS
+
+
+def _kernels_of(linear: nn.Linear, x: Tensor) -> Callable[[], None]:
+    aten, weight, bias = torch.ops.aten, linear.weight.detach(), linear.bias.detach()
+    ones = torch.ones(_WIDTH)
+    _, mean, deviation = aten.native_layer_norm(x, [_WIDTH], ones, ones, 1e-5)
+
+    def call() -> None:
+        with torch.no_grad():
+            aten.addmm(bias, x, weight)
+            aten.native_layer_norm(x, [_WIDTH], ones, ones, 1e-5)
+            aten.gelu(x)
+            aten.gelu_backward(x, x)
+            aten.native_layer_norm_backward(x, x, [_WIDTH], mean, deviation, ones, ones, [True, True, True])
+            aten.mm(x, weight)
+            aten.mm(x.t(), x)
+            aten.sum(x, [0])
+
+    return call

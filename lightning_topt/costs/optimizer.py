@@ -26,6 +26,7 @@ from lightning_topt.costs.global_state import kept_global_state
 from lightning_topt.costs.optimizer_copy import OptimizerError
 from lightning_topt.costs.optimizer_probe import ParameterUpdate, Probe, make_step, probe_group
 from lightning_topt.costs.timing import time_call
+from lightning_topt.graph.no_trace import kept_objects
 from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, is_one_of
 
 
@@ -89,7 +90,8 @@ def read_optimizer(
         key = (id(optimizer), _options_key(group), parameter.ndim, parameter.dtype)
         if key not in probes:
             ndim, dtype = parameter.ndim, parameter.dtype
-            probes[key] = probe_group(optimizer, group, ndim=ndim, dtype=dtype, device_type=device_type)
+            with kept_objects(optimizer, type(optimizer)):
+                probes[key] = probe_group(optimizer, group, ndim=ndim, dtype=dtype, device_type=device_type)
         updates[name] = probes[key].update(parameter)
     return OptimizerProfile(
         name=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
@@ -150,8 +152,9 @@ def measure_kind(kind: UpdateKind, *, device: torch.device, budget_seconds: floa
     A copy is stepped. Raises OptimizerError when its step fails.
     """
     ndim, dtype, numel = kind.ndim, kind.dtype, kind.numel
-    step = make_step(kind.optimizer, kind.group, ndim=ndim, dtype=dtype, device=device, numel=numel)
-    return time_call(step, device=device, budget_seconds=budget_seconds) / kind.numel
+    with kept_objects(kind.optimizer, type(kind.optimizer)):
+        step = make_step(kind.optimizer, kind.group, ndim=ndim, dtype=dtype, device=device, numel=numel)
+        return time_call(step, device=device, budget_seconds=budget_seconds) / kind.numel
 
 
 def measure_update_seconds(

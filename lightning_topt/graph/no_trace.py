@@ -13,7 +13,7 @@ import builtins
 import logging
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,15 @@ def no_trace(module: nn.Module, *roots: Any) -> Iterator[None]:
     whether gradients are computed, the default dtype and autocast; attributes, lists, dicts, sets, hooks and gradients
     (see [Note: what is saved] in `graph.containers`). `print` without a file and `logging` are silent meanwhile.
     """
-    saved = SavedContainers([*roots_of(module), *roots])
-    with ExitStack() as stack:
-        stack.enter_context(_random_states())
-        stack.enter_context(_modes_of_torch())
-        stack.enter_context(_silence())
+    with _random_states(), _modes_of_torch(), kept_objects(*roots_of(module), *roots):
+        yield
+
+
+@contextmanager
+def kept_objects(*roots: Any) -> Iterator[None]:
+    """Put back, at the end, what user code can reach from `roots`; `print` and `logging` are silent meanwhile."""
+    saved = SavedContainers(roots)
+    with _silence():
         try:
             yield
         finally:

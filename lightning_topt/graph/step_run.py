@@ -82,14 +82,14 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def call_training_step(module: Any, batch: Any) -> Any:
-    """Return what ``module.training_step`` makes of `batch`, called with the arguments that it takes."""
+    """Return what ``module.training_step`` makes of `batch`, called with the arguments that Lightning gives it."""
     parameters = inspect.signature(module.training_step).parameters
     if "dataloader_iter" in parameters:
         raise CaptureError(f"training_step(dataloader_iter) fetches its own batches, unknown before it runs. {WAY_OUT}")
-    takes_index = "batch_idx" in parameters or len(parameters) > 1
-    if not takes_index:
-        return module.training_step(batch)
-    return module.training_step(batch, batch_idx=0) if "batch_idx" in parameters else module.training_step(batch, 0)
+    positional = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    takes_index = rest or len(positional) > 1 or "batch_idx" in positional
+    return module.training_step(batch, 0) if takes_index else module.training_step(batch)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -55,6 +55,29 @@ def test_batch_without_a_tensor_and_of_one_sample() -> None:
     assert one.batch_size == 1 and next(op for op in one.ops if op.name == "head").outputs[0].shape[0] == 1
 
 
+class Anything(Detector):
+    def training_step(self, *args: Any) -> Tensor:
+        return super().training_step(*args)
+
+
+class OtherNames(Detector):
+    def training_step(self, samples: Any, number: int, /, scale: float = 1.0) -> Tensor:
+        return super().training_step(samples, number) * scale
+
+
+class BatchAlone(Detector):
+    def training_step(self, batch: Any, *, batch_idx: int = 5) -> Tensor:
+        assert batch_idx == 5
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [Anything, OtherNames, BatchAlone])
+def test_the_step_is_called_as_lightning_calls_it(kind: type[Detector]) -> None:
+    assert len(capture(kind(), LIST, batch_scaling=False).ops) >= len(
+        capture(Detector(), LIST, batch_scaling=False).ops
+    )
+
+
 @pytest.mark.parametrize("module", [GPT(), ConvNet()], ids=["gpt", "cnn"])
 def test_amounts_are_those_of_a_capture_that_scales(module: Any) -> None:
     one, scaled = capture(module, batch_for(module), batch_scaling=False), capture(module, batch_for(module))

@@ -29,7 +29,7 @@ def searched(program: Program) -> Any:
 
 
 def in_shards(program: Program) -> Any:
-    return topt_strategy(program, plan="zero3")
+    return topt_strategy(program, plan="zero3+recompute")
 
 
 # What cannot run with sharded parameters, and what the error says: each names what it found.
@@ -52,7 +52,7 @@ NOT_IN_SHARDS = {
 
 @pytest.mark.parametrize("shelf", SHELVES, ids=lambda shelf: shelf.__name__.rpartition(".")[2])
 def test_programs_train_as_under_ddp(shelf: ModuleType) -> None:
-    """Under "topt" every program; under the given plan "zero3" those that can, the others are refused with the reason."""
+    """Under "topt" every program; under the given plan "zero3+recompute" those that can, the others are refused with the reason."""
     chosen, sharded = compare(names_of(shelf), [searched, in_shards])
     check(chosen)
     assert all(len(outcome.ddp.losses) >= STEPS for outcome in chosen), "a program that took no steps"

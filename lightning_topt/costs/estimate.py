@@ -173,7 +173,9 @@ def estimate_costs(model: StepModel) -> CostTable:
         CostTable(
             operators=tuple(operators),
             edges=(),
-            fixed_seconds=_spread(np.zeros(len(time.paths)), owned.fixed * time.seconds_per_owned_element),
+            fixed_seconds=_spread(
+                np.full(len(time.paths), time.buffers_seconds), owned.fixed * time.seconds_per_owned_element
+            ),
             fixed_bytes=_spread(fixed, owned.fixed * _state_density(memory)),
         )
     )
@@ -195,8 +197,9 @@ def explain(model: StepModel, configs: Mapping[str, OpConfig]) -> Explanation:
     stage_1 = [name for name, config in configs.items() if config.zero_stage == 1]
     loads = {p.name: time.update_seconds(p) for p in graph.parameters}
     owned = busiest_load(graph, blocks=stage_1, world_size=model.data_parallel_size, loads=loads)
-    step_seconds = float(np.sum([path_seconds(time, block_time) for block_time in times], axis=0).max()) + owned
-    seconds = _seconds_parts(times, owned)
+    paths = np.sum([path_seconds(time, block_time) for block_time in times], axis=0)
+    step_seconds = float(paths.max()) + owned + time.buffers_seconds
+    seconds = {**_seconds_parts(times, owned), "buffers": time.buffers_seconds}
     compute = sum(seconds[kind] for kind in ("forward", "backward", "recompute", "update"))
     parts = _memory_parts(memory, configs)
     total = np.sum([*parts.values()], axis=0)

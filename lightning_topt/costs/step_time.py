@@ -139,6 +139,11 @@ class StepTime:
         """Seconds of `op` on a tensor of `size` bytes over the ranks of the step."""
         return estimate_collective_seconds(self.cluster, op=op, size=size, world_size=self.world_size)
 
+    @property
+    def buffers_seconds(self) -> float:
+        """Seconds to send rank 0's buffers to all ranks, before each forward."""
+        return self.collective_seconds("broadcast", self.graph.buffer_bytes)
+
     def copy_seconds(self, size: float) -> float:
         """Seconds to copy `size` bytes on the device: read and written."""
         return 2 * size / self.cluster.device.memory_bandwidth

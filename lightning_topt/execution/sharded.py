@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from lightning_topt.communication.collectives import AllGather, ReduceScatter
 from lightning_topt.plan.parallel_plan import ParallelPlan
 
+_MESSAGE_BYTES = 250 << 20  # DDP's
+
 
 class ShardedModule(nn.Module):
     """The root of a sharded module: its forward calls `module`, whose loose parameters it gathers and releases.
@@ -130,7 +132,9 @@ def _broadcast(tensors: list[Tensor], device: torch.device) -> None:
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Give every rank rank 0's buffers (BatchNorm statistics), as DDP does before each forward."""
-    pending = [dist.broadcast(buffer, 0, async_op=True) for buffer in module.buffers() if buffer.numel()]
-    for work in pending:
-        work.wait()
+    """Give every rank rank 0's buffers (BatchNorm statistics), as DDP does before each forward: in few large messages."""
+    buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+    if buffers:
+        dist._broadcast_coalesced(  # type: ignore[attr-defined]
+            dist.distributed_c10d._get_default_group(), buffers, _MESSAGE_BYTES, 0
+        )

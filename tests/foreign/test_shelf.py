@@ -52,7 +52,7 @@ NOT_IN_SHARDS = {
 
 @pytest.mark.parametrize("shelf", SHELVES, ids=lambda shelf: shelf.__name__.rpartition(".")[2])
 def test_programs_train_as_under_ddp(shelf: ModuleType) -> None:
-    """Under "topt" every program; under the given plan "zero3+recompute" those that can, the others are refused with the reason."""
+    """Under "topt" every program; under the plan "zero3+recompute" those that can, the others are refused with the reason."""
     chosen, sharded = compare(names_of(shelf), [searched, in_shards])
     check(chosen)
     assert all(len(outcome.ddp.losses) >= STEPS for outcome in chosen), "a program that took no steps"

@@ -22,7 +22,7 @@ from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.batches import batch_sizes
-from lightning_topt.graph.capture import capture
+from lightning_topt.graph.capture import CaptureError, capture, may_need_values
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.report import print_table, save_html, save_png
@@ -89,8 +89,16 @@ def _capture(model: pl.LightningModule, datamodule: pl.LightningDataModule, trai
     batch, second_batch = batches_of(CombinedLoader(datamodule.train_dataloader()), trainer)
     trainer.precision_plugin.convert_module(model)
     context = trainer.precision_plugin.forward_context
-    graph = capture(model, batch, second_batch=second_batch, forward_context=context)
-    return graph, batch_sizes(batch, second_batch)[0]
+    try:
+        graph = capture(model, batch, second_batch=second_batch, forward_context=context)
+        return graph, batch_sizes(batch, second_batch)[0]
+    except Exception as error:
+        # As it is, for the trainer's own number of ranks: how the step grows with the batch stays unknown.
+        real = may_need_values(error)
+        if not real and not isinstance(error, CaptureError):
+            raise
+        graph = capture(model, batch, batch_scaling=False, real=real, forward_context=context)
+    return graph, graph.batch_size
 
 
 def _costs(

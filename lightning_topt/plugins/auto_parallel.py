@@ -163,6 +163,7 @@ class AutoParallelStrategy(EngineCheckpoints):
         if self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(self.model)
+        self.optimizers = []  # those of an earlier fit
         self._plan(trainer, example_batches(trainer)[0])
         self._apply_plan(trainer)
         self.setup_optimizers(trainer)

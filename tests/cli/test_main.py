@@ -195,3 +195,11 @@ def test_experiment_digits_reaches_its_metric(tmp_path):
     finished(topt("train", *arguments, folder=tmp_path))
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["metrics"]["val_accuracy"] > 0.85
+
+
+def test_a_step_that_depends_on_values_is_planned_for_its_own_batch(tmp_path):
+    model = ["model._target_=tests.cli.reads_values.ReadsValues", "cluster=local_cpu"]
+    finished(topt("plan", *TINY, *model, f"hydra.run.dir={tmp_path}/run", folder=tmp_path))
+    assert ParallelPlan.load(tmp_path / "run" / "plan.yaml").model == "ReadsValues"
+    refused = topt("plan", *TINY, *model, "device_counts=[1]", folder=tmp_path)
+    assert refused.returncode == 2 and "batch" in refused.stderr

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_topt.costs.cluster import Cluster, CollectiveCurve, CurveKey, Device, Link
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
-from lightning_topt.costs.framework import measure_framework
+from lightning_topt.costs.framework import measure_framework, measure_sharded_call
 from lightning_topt.costs.global_state import kept_global_state
 from lightning_topt.costs.measured_links import (
     collective_timers,
@@ -156,7 +156,9 @@ def _device_parts(device: torch.device, *, budget_seconds: float) -> dict[str, C
         return {"call": average([overhead])[0]}
 
     def framework() -> dict[str, float]:
-        return {"kernel": average([measure_framework(device, budget_seconds=0.2 * budget_seconds)])[0]}
+        kernel = measure_framework(device, budget_seconds=0.2 * budget_seconds)
+        sharded = measure_sharded_call(device, budget_seconds=0.1 * budget_seconds)
+        return dict(zip(("kernel", "sharded"), average([kernel, max(sharded, 1e-9)]), strict=True))
 
     parts = {"products": products, "copies": copies, "small": small}
     return {**parts, "framework": framework} if device.type == "cpu" else parts
@@ -185,6 +187,7 @@ def _device(device: torch.device, times: Mapping[str, Mapping[Any, float]]) -> D
         memory_bandwidth=1 / times["copies"]["byte"],
         op_overhead_seconds=times["small"]["call"],
         framework_seconds=times["framework"]["kernel"] if "framework" in times else 0.0,
+        sharded_call_seconds=times["framework"]["sharded"] if "framework" in times else 0.0,
         process_bytes=_CPU_PROCESS_BYTES if device.type == "cpu" else 0,
     )
 

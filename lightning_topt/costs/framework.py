@@ -2,6 +2,7 @@
 
     equation                                                     function
     t = (step of small layers - their kernels alone) / kernels    measure_framework
+    d = in-place call on a sharded tensor - on a plain one        measure_sharded_call
 
 A kernel that is measured alone (`calibrate.measure_kernels`) is called without a module around it and without a graph. On
 accelerators the host does this ahead of the device, and it costs nothing while the device is busy.
@@ -10,10 +11,14 @@ accelerators the host does this ahead of the device, and it costs nothing while 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from lightning_topt.costs.ranks import world_size
 from lightning_topt.costs.timing import time_call
 
 _LAYERS, _WIDTH, _ROWS = 24, 8, 4
@@ -37,6 +42,21 @@ def measure_framework(device: torch.device, *, budget_seconds: float = 0.05) -> 
     whole = time_call(step, device=device, budget_seconds=0.7 * budget_seconds)
     alone = time_call(_kernels_of(linears[0], x), device=device, budget_seconds=0.3 * budget_seconds)
     return max(whole / _LAYERS - alone, _LEAST) / _KERNELS
+
+
+def measure_sharded_call(device: torch.device, *, budget_seconds: float = 0.02) -> float:
+    """Return what torch's DTensor adds to each call of an optimizer step over shards; 0 for one rank, and off CPUs."""
+    if device.type != "cpu" or world_size() == 1:
+        return 0.0
+    plain = torch.zeros(_WIDTH)
+    mesh = DeviceMesh("cpu", list(range(world_size())), _init_backend=False)
+    sharded = DTensor.from_local(torch.zeros(_WIDTH), mesh, [Shard(0)], run_check=False)
+    with torch.no_grad():
+        each = [
+            time_call(partial(tensor.mul_, 0.5), device=device, budget_seconds=0.5 * budget_seconds)
+            for tensor in (sharded, plain)
+        ]
+    return max(each[0] - each[1], _LEAST)
 
 
 def _kernels_of(linear: nn.Linear, x: Tensor) -> Callable[[], None]:

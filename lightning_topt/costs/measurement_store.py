@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-VERSION = 2
+VERSION = 3
 MAX_AGE_SECONDS = 30 * 24 * 3600.0
 _MAX_BYTES, _MAX_ENTRIES = 1 << 25, 50_000
 _LOCK_SECONDS = 2.0

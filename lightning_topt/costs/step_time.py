@@ -178,6 +178,7 @@ def estimate_block_time(step: StepTime, *, block: str, config: OpConfig) -> Bloc
         gathers, reduce, copy = _sharded_seconds(step, parameters, stage)
         on_device = 0.0
         update = sum(step.update_seconds(p, share=shard_share(p, step.world_size)) for p in parameters)
+        update += step.cluster.device.sharded_call_seconds * sum(step.optimizer.calls(p.name) for p in parameters)
     update += _temporaries_seconds(step, parameters, stage)
     on_device += step.copy_seconds(sum(map(gradient_bytes, parameters)))  # into DDP's bucket, or the flat buffer
     # Nothing runs beside the root's gather, which comes first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -52,6 +53,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 def _rank(function, rank, world_size, store, queue, timeout_seconds, args):  # type: ignore[no-untyped-def]
     torch.set_num_threads(1)
+    gc.freeze()  # a collection would touch, and so copy, every page that the ranks share with the test
     try:
         dist.init_process_group(
             "gloo",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import time
 import traceback
@@ -122,7 +121,6 @@ def compare_on_this_rank(rank: int, names: Sequence[str], strategies: Strategies
 
     A failure on one rank only would leave the other waiting, and ends with its time-out.
     """
-    gc.freeze()  # what the fork brought along: each collection would touch, and so copy, all of its pages
     # Ranks are daemons, which may not start the workers of a loader.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     outcomes = []

@@ -131,6 +131,32 @@ class StepModel:
         common = self.graph, self.optimizer, self.family, self.batch_size, ranks
         return StepMemory(*common, backend, process_bytes, exchange)
 
+    def block_time(self, block: str, config: OpConfig) -> BlockTime:
+        """Seconds of one block under one configuration; worked out once."""
+        key = block, config
+        if key not in self._block_times:
+            self._block_times[key] = estimate_block_time(self.time, block=block, config=config)
+        return self._block_times[key]
+
+    def block_memory(self, block: str, config: OpConfig) -> dict[str, Array]:
+        """Bytes (moment,) by kind of one block under one configuration, without owned optimizer state; worked out once."""
+        key = block, config
+        if key not in self._block_memories:
+            state = 0.0 if config.zero_stage == 1 else _state_bytes(self.memory, block)
+            lifetimes = block_lifetimes(
+                self.memory, block=block, stage=config.zero_stage, recompute=config.recompute, state_bytes=state
+            )
+            self._block_memories[key] = _by_kind(self.memory, lifetimes)
+        return self._block_memories[key]
+
+    @cached_property
+    def _block_times(self) -> dict[tuple[str, OpConfig], BlockTime]:
+        return {}
+
+    @cached_property
+    def _block_memories(self) -> dict[tuple[str, OpConfig], dict[str, Array]]:
+        return {}
+
 
 def legal_families(optimizer: OptimizerProfile, *, data_parallel_size: int) -> tuple[str, ...]:
     """The families that `estimate_costs` takes: one rank has nothing to shard, and shards need elementwise updates."""
@@ -193,7 +219,7 @@ def explain(model: StepModel, configs: Mapping[str, OpConfig]) -> Explanation:
         raise ValueError(
             f"the blocks {foreign} have ZeRO stages that are not {model.family}: a plan cannot mix 0 and 1 with 2 and 3"
         )
-    times = [estimate_block_time(time, block=block.name, config=configs[block.name]) for block in graph.blocks]
+    times = [model.block_time(block.name, configs[block.name]) for block in graph.blocks]
     stage_1 = [name for name, config in configs.items() if config.zero_stage == 1]
     loads = {p.name: time.update_seconds(p) for p in graph.parameters}
     owned = busiest_load(graph, blocks=stage_1, world_size=model.data_parallel_size, loads=loads)
@@ -201,7 +227,7 @@ def explain(model: StepModel, configs: Mapping[str, OpConfig]) -> Explanation:
     step_seconds = float(paths.max()) + owned + time.buffers_seconds
     seconds = {**_seconds_parts(times, owned), "buffers": time.buffers_seconds}
     compute = sum(seconds[kind] for kind in ("forward", "backward", "recompute", "update"))
-    parts = _memory_parts(memory, configs)
+    parts = _memory_parts(model, configs)
     total = np.sum([*parts.values()], axis=0)
     peak = int(np.argmax(total))
     names = [kind if (kind, k) in (STEP, REDUCE_ROOT, REBUILD) else f"{kind} {k}" for kind, k in memory.moments]
@@ -275,18 +301,20 @@ def _seconds_parts(times: list[BlockTime], owned: float) -> dict[str, float]:
     }
 
 
-def _memory_parts(memory: StepMemory, configs: Mapping[str, OpConfig]) -> dict[str, Array]:
+def _memory_parts(model: StepModel, configs: Mapping[str, OpConfig]) -> dict[str, Array]:
     """Bytes (moment,) by kind. Rank-dependent state (ZeRO 1) is that of the rank that owns most."""
-    lifetimes = fixed_lifetimes(memory)
-    for block in memory.graph.blocks:
-        config = configs[block.name]
-        state = 0.0 if config.zero_stage == 1 else _state_bytes(memory, block.name)
-        lifetimes += block_lifetimes(
-            memory, block=block.name, stage=config.zero_stage, recompute=config.recompute, state_bytes=state
-        )
+    memory = model.memory
     stage_1 = [name for name, config in configs.items() if config.zero_stage == 1]
     loads = {p.name: float(memory.optimizer.state_bytes(p.name)) for p in memory.graph.parameters}
     owned = busiest_load(memory.graph, blocks=stage_1, world_size=memory.world_size, loads=loads)
-    lifetimes.append(Lifetime("optimizer state", owned, memory.moments[0], STEP))
+    fixed = [*fixed_lifetimes(memory), Lifetime("optimizer state", owned, memory.moments[0], STEP)]
+    parts = _by_kind(memory, fixed)
+    for block in memory.graph.blocks:
+        for kind, size in model.block_memory(block.name, configs[block.name]).items():
+            parts[kind] = parts[kind] + size if kind in parts else size
+    return parts
+
+
+def _by_kind(memory: StepMemory, lifetimes: list[Lifetime]) -> dict[str, Array]:
     kinds = dict.fromkeys(lifetime.kind for lifetime in lifetimes)
     return {kind: memory.add_up(item for item in lifetimes if item.kind == kind) for kind in kinds}

@@ -182,7 +182,7 @@ def _seconds_per_flop(dtype: torch.dtype, device: torch.device, *, budget_second
 def _device(device: torch.device, times: Mapping[str, Mapping[Any, float]]) -> Device:
     return Device(
         name=_device_name(device),
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=device_memory_bytes(device),
         flops={str(dtype): 1 / seconds for dtype, seconds in times["products"].items()},
         memory_bandwidth=1 / times["copies"]["byte"],
         op_overhead_seconds=times["small"]["call"],
@@ -236,8 +236,8 @@ def _device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s) per rank"
 
 
-def _memory_bytes(device: torch.device) -> int:
-    """What one rank may use: the device's memory, or an equal share of the machine's."""
+def device_memory_bytes(device: torch.device) -> int:
+    """Return what one rank may use, in bytes: the device's memory, or an equal share of the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().total // world_size())

@@ -140,8 +140,8 @@ class AutoParallelStrategy(EngineCheckpoints):
             self._waits_for_batch = True
             if not self.request.needs_batch(self.lightning_module):
                 self._plan(trainer, None)
-        if self.parallel_plan is not None and not self.parallel_plan.is_sharded:
-            self._start_plan(trainer)
+            if self.parallel_plan is not None and not self.parallel_plan.is_sharded:
+                self._start_plan(trainer)
 
     def _set_up_evaluation(self, trainer: pl.Trainer) -> None:
         """As ddp does; where the last fit ran in shards, in these again, which the device is known to hold."""

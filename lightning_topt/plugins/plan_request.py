@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import lightning.pytorch as pl
 import torch
 
-from lightning_topt.costs.calibrate import _memory_bytes
+from lightning_topt.costs.calibrate import device_memory_bytes
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import AllowedExchanges
@@ -64,11 +64,11 @@ class PlanRequest:
         if given is not None:
             return given.stage >= 2 if isinstance(given, UniformPlan) else given.is_sharded
         # Parameters, gradients, two moments.
-        return self.memory_limit is not None or 4 * _parameter_bytes(module) > _memory_bytes(device)
+        return self.memory_limit is not None or 4 * _parameter_bytes(module) > device_memory_bytes(device)
 
     def must_shard_first(self, module: pl.LightningModule, device: torch.device) -> bool:
         """Whether even the whole parameters may be too much for `device` (the host of CPU ranks has them already)."""
-        limit = _memory_bytes(device) if self.memory_limit is None else self.memory_limit
+        limit = device_memory_bytes(device) if self.memory_limit is None else self.memory_limit
         return device.type != "cpu" and 2 * _parameter_bytes(module) > limit
 
 

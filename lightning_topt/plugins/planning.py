@@ -61,7 +61,8 @@ def make_fake_optimizers(module: pl.LightningModule, *, device: torch.device) ->
     copied, mode = fake_copy(module, device=device.type)
     with mode:
         optimizers, _, _ = _configure_optimizers(copied.configure_optimizers())  # type: ignore[arg-type]
-    return optimizers, list(copied.named_parameters())
+    # Modules may ask their trainer for the parameters (`self.trainer.model.parameters()`), which are the original ones.
+    return optimizers, [*copied.named_parameters(), *module.named_parameters()]
 
 
 def search_plans(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_topt import AutoParallelStrategy
+from lightning_topt.plugins.plan_request import PlanRequest
 from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks
 
 PLANS = [None, "zero1", "zero3", "zero3+recompute"]
@@ -289,3 +290,32 @@ def test_what_cannot_be_planned_runs_as_ddp_with_one_warning() -> None:
         assert losses == expected
         assert planned_by.startswith("ddp: ") and "not in a capture" in planned_by
         assert len(said) == (rank == 0) and all("not in a capture" in words for words in said)
+
+
+# ---- a device that could not hold the module whole ------------------------------------------------------------------
+
+
+def planned_before_setup(rank: int) -> list[Any]:
+    results = []
+    for plan in ("Lightning", None, "zero1+recompute", "zero3"):
+        torch.manual_seed(0)
+        module = OfTheTemplate()
+        options = {} if plan in ("Lightning", None) else {"plan": plan}
+        strategy = DDPStrategy()
+        if plan != "Lightning":
+            strategy = AutoParallelStrategy(cluster=CLUSTER, **(options or {"memory_limit": "1GiB"}))
+        make_trainer(strategy, devices=2, max_steps=3).fit(module, loader(4))
+        # (Lightning leaves its own on the module itself.)
+        recomputed = [name for name, block in module.named_modules() if name and "forward" in vars(block)]
+        results.append((module.losses, recomputed))
+    return results
+
+
+def test_planning_before_the_module_is_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that is too small: every kind of plan is applied once, and undone."""
+    monkeypatch.setattr(PlanRequest, "must_shard_first", lambda *_: True)
+    monkeypatch.setattr(PlanRequest, "may_shard_for_memory", lambda *_: True)
+    for (expected, _), *others in on_ranks(planned_before_setup):
+        for losses, recomputed in others:
+            assert losses == pytest.approx(expected, rel=1e-5)
+            assert not recomputed

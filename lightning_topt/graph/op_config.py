@@ -34,14 +34,24 @@ class Shard:
         return f"shard({self.dim})"
 
 
-Placement = Replicate | Shard
+@dataclass(frozen=True)
+class Partial:
+    """Every rank of the axis holds a summand; the tensor is their sum."""
+
+    def __str__(self) -> str:
+        return "partial"
+
+
+Placement = Replicate | Shard | Partial
 _SHARD = re.compile(r"shard\(([0-9]{1,3})\)")
 
 
 def parse_placement(text: object) -> Placement:
-    """Read ``"replicate"`` or ``"shard(0)"``. Raises ValueError on anything else."""
+    """Read ``"replicate"``, ``"partial"`` or ``"shard(0)"``. Raises ValueError on anything else."""
     if text == "replicate":
         return Replicate()
+    if text == "partial":
+        return Partial()
     if isinstance(text, str) and (found := _SHARD.fullmatch(text)):
         return Shard(int(found[1]))
     raise ValueError(f"{reprlib.repr(text)} is not a placement; write 'replicate' or 'shard(0)'")
@@ -62,6 +72,8 @@ class OpConfig:
     def __post_init__(self) -> None:
         order = [self.parameters, self.gradients, self.optimizer_state]
         sharded = [isinstance(placement, Shard) for placement in order]
+        if Partial() in order:
+            raise ValueError("parameters, gradients and optimizer state rest whole or sharded, never partial")
         if sharded != sorted(sharded):
             raise ValueError(
                 "sharded parameters need sharded gradients, and those a sharded optimizer state; got "

@@ -1,0 +1,91 @@
+"""A mesh of ranks: named axes, and which ranks form the groups along each of them.
+
+Ranks are numbered row by row, the last axis fastest, as in torch's `DeviceMesh`. A group along an axis is every `stride`-th
+rank, where the stride is the number of ranks of all later axes together: on two nodes of four devices the mesh
+
+    data_replicate 2 x data_shard 4      groups along data_shard      (0 1 2 3) (4 5 6 7)          stride 1, inside a node
+                                         groups along data_replicate  (0 4) (1 5) (2 6) (3 7)      stride 4, between nodes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+SCOPES = ("intra", "inter")  # inside a node, between nodes
+DATA_AXES = ("data", "data_replicate", "data_shard")  # the batch is split along these
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of a mesh: `size` ranks; `scope` says whether its groups lie inside a node or cross nodes.
+
+    Raises ValueError for a name that is no identifier, a size below 1 or another scope.
+    """
+
+    name: str
+    size: int
+    scope: str = "intra"
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"the name of an axis is an identifier such as 'data', got {self.name!r}")
+        if type(self.size) is not int or self.size < 1:
+            raise ValueError(f"axis {self.name!r}: size must be at least 1, got {self.size!r}")
+        if self.scope not in SCOPES:
+            raise ValueError(f"axis {self.name!r}: scope must be one of {SCOPES}, got {self.scope!r}")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of a plan, outermost first. Raises ValueError when there is none or a name repeats."""
+
+    axes: tuple[Axis, ...]
+
+    def __post_init__(self) -> None:
+        if not self.axes or len(set(self.names)) != len(self.axes):
+            raise ValueError(f"a mesh has at least one axis, and no two with the same name; got {self.names}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the axes."""
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.shape)
+
+    @property
+    def data_axes(self) -> tuple[int, ...]:
+        """Indices of the axes along which the batch is split."""
+        return tuple(index for index, name in enumerate(self.names) if name in DATA_AXES)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many parts the global batch is split."""
+        return math.prod(self.shape[index] for index in self.data_axes)
+
+    def stride(self, axes: Iterable[int]) -> int:
+        """The distance between neighbours of a group along `axes` (indices): the ranks of all axes after the last."""
+        return math.prod(self.shape[max(axes) + 1 :])
+
+    def ranks_along(self, axes: Iterable[int]) -> int:
+        """The number of ranks of a group along `axes` (indices)."""
+        return math.prod(self.shape[index] for index in axes)
+
+
+def data_mesh(size: int, *, scope: str = "intra") -> Mesh:
+    """Return the mesh of plain data parallelism: one axis over all ranks."""
+    return Mesh((Axis("data", size, scope),))
+
+
+def hybrid_mesh(replicate: int, shard: int, *, shard_scope: str = "intra") -> Mesh:
+    """Return the mesh of hybrid sharding: copies of the model along the first axis, pieces of it along the second."""
+    return Mesh((Axis("data_replicate", replicate, "inter"), Axis("data_shard", shard, shard_scope)))

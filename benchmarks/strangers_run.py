@@ -106,7 +106,7 @@ def _explain(
     samples: int,
 ) -> Explanation:
     plan = plan_of(case, graph)
-    family = FAMILIES_OF_PLANS[plan.is_sharded]
+    family = FAMILIES_OF_PLANS[not plan.keeps_gradients_whole]
     common = graph, cluster, profile, RANKS, samples, family, kernels
     model = StepModel(*common, returns_memory=case.limited or plan.saves_memory)
     return explain(model, {block.block: block.config for block in plan.blocks})

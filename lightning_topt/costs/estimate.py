@@ -142,9 +142,9 @@ class StepModel:
         """Bytes (moment,) by kind of one block under one configuration, without owned optimizer state; worked out once."""
         key = block, config
         if key not in self._block_memories:
-            state = 0.0 if config.zero_stage == 1 else _state_bytes(self.memory, block)
+            state = 0.0 if config.storage.level == 1 else _state_bytes(self.memory, block)
             lifetimes = block_lifetimes(
-                self.memory, block=block, stage=config.zero_stage, recompute=config.recompute, state_bytes=state
+                self.memory, block=block, stage=config.storage.level, recompute=config.recompute, state_bytes=state
             )
             self._block_memories[key] = _by_kind(self.memory, lifetimes)
         return self._block_memories[key]
@@ -215,12 +215,12 @@ def explain(model: StepModel, configs: Mapping[str, OpConfig]) -> Explanation:
     graph, time, memory = model.graph, model.time, model.memory
     if missing := [block.name for block in graph.blocks if block.name not in configs]:
         raise ValueError(f"the plan has no configuration for the blocks {missing}")
-    if foreign := [name for name, config in configs.items() if FAMILIES[config.zero_stage >= 2] != model.family]:
+    if foreign := [name for name, config in configs.items() if FAMILIES[config.storage.level >= 2] != model.family]:
         raise ValueError(
             f"the blocks {foreign} have ZeRO stages that are not {model.family}: a plan cannot mix 0 and 1 with 2 and 3"
         )
     times = [model.block_time(block.name, configs[block.name]) for block in graph.blocks]
-    stage_1 = [name for name, config in configs.items() if config.zero_stage == 1]
+    stage_1 = [name for name, config in configs.items() if config.storage.level == 1]
     loads = {p.name: time.update_seconds(p) for p in graph.parameters}
     owned = busiest_load(graph, blocks=stage_1, world_size=model.data_parallel_size, loads=loads)
     paths = np.sum([path_seconds(time, block_time) for block_time in times], axis=0)
@@ -249,13 +249,13 @@ def _operator(
     """Costs (config, path x owned column) and (config, moment x owned column) of one block."""
     seconds, sizes = [], []
     for config in configs:
-        share = owned.blocks[block] if config.zero_stage == 1 else np.zeros(len(owned.fixed))
+        share = owned.blocks[block] if config.storage.level == 1 else np.zeros(len(owned.fixed))
         paths = path_seconds(time, estimate_block_time(time, block=block, config=config))
         seconds.append(_spread(paths, share * time.seconds_per_owned_element))
         loose = _LOOSE_STATE_BYTES * len(memory.graph.block_parameters(block))
-        state = loose if config.zero_stage == 1 else _state_bytes(memory, block)
+        state = loose if config.storage.level == 1 else _state_bytes(memory, block)
         lifetimes = block_lifetimes(
-            memory, block=block, stage=config.zero_stage, recompute=config.recompute, state_bytes=state
+            memory, block=block, stage=config.storage.level, recompute=config.recompute, state_bytes=state
         )
         sizes.append(_spread(memory.add_up(lifetimes), share * _state_density(memory)))
     return OperatorCosts(block, configs, np.array(seconds), np.array(sizes))
@@ -304,7 +304,7 @@ def _seconds_parts(times: list[BlockTime], owned: float) -> dict[str, float]:
 def _memory_parts(model: StepModel, configs: Mapping[str, OpConfig]) -> dict[str, Array]:
     """Bytes (moment,) by kind. Rank-dependent state (ZeRO 1) is that of the rank that owns most."""
     memory = model.memory
-    stage_1 = [name for name, config in configs.items() if config.zero_stage == 1]
+    stage_1 = [name for name, config in configs.items() if config.storage.level == 1]
     loads = {p.name: float(memory.optimizer.state_bytes(p.name)) for p in memory.graph.parameters}
     owned = busiest_load(memory.graph, blocks=stage_1, world_size=memory.world_size, loads=loads)
     fixed = [*fixed_lifetimes(memory), Lifetime("optimizer state", owned, memory.moments[0], STEP)]

@@ -166,7 +166,7 @@ def estimate_block_time(step: StepTime, *, block: str, config: OpConfig) -> Bloc
 
     The update of a stage-1 block is not in it: it depends on what else the busiest rank owns (`owned`).
     """
-    stage = config.zero_stage
+    stage = config.storage.level
     forward, backward = step.compute[block]
     recompute = forward.sum() if config.recompute else 0.0
     parameters = step.graph.block_parameters(block)

@@ -35,14 +35,30 @@ def check_blocks(plan: ParallelPlan, module: nn.Module) -> None:
         raise PlanError(f"block {inside[0][1]!r} of the plan lies inside block {inside[0][0]!r}")
 
 
+def check_runs(plan: ParallelPlan) -> None:
+    """Raise PlanError for what a plan may say and this release does not run."""
+    if len(plan.stages) > 1 or len(plan.mesh.axes) > 1:
+        raise PlanError("this release runs plans of one stage on one axis of ranks")
+    levels = {block.config.storage.level for block in plan.blocks}
+    if levels & {0, 1} and levels & {2, 3}:
+        raise PlanError(
+            "gradients are either whole on all ranks (ZeRO levels 0 and 1) or all sharded (2 and 3); "
+            f"this plan mixes the levels {sorted(levels)}"
+        )
+    if plan.gradient_exchange is not None and not plan.keeps_gradients_whole:
+        raise PlanError("gradient_exchange: needs whole gradients (ZeRO levels 0 and 1), and this plan shards them")
+    if plan.gradient_exchange is not None and plan.mesh.size == 1:
+        raise PlanError("gradient_exchange: a single rank exchanges nothing; leave it out")
+
+
 def owners_of(plan: ParallelPlan, module: nn.Module) -> dict[Tensor, int]:
-    """Which rank updates which parameter, for the blocks whose optimizer state is sharded (ZeRO stage 1)."""
-    stage_1 = {block.block for block in plan.blocks if block.config.zero_stage == 1}
+    """Which rank updates which parameter, for the blocks whose optimizer state is sharded (ZeRO level 1)."""
+    level_1 = {block.block for block in plan.blocks if block.config.storage.level == 1}
     names = {block.block for block in plan.blocks}
     owned = {
         name: parameter
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and _block_of(name, names) in stage_1
+        if parameter.requires_grad and _block_of(name, names) in level_1
     }
     owners = assign_owners({name: p.numel() for name, p in owned.items()}, plan.data_parallel_size)
     return {parameter: owners[name] for name, parameter in owned.items()}

@@ -31,7 +31,7 @@ from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology
 from lightning_topt.execution import full_state
-from lightning_topt.execution.blocks import check_blocks, owned_pieces, owners_of, recomputed_blocks
+from lightning_topt.execution.blocks import check_blocks, check_runs, owned_pieces, owners_of, recomputed_blocks
 from lightning_topt.execution.checkpointing import apply_recomputation, remove_recomputation
 from lightning_topt.execution.mesh import build_mesh, check_world_size
 from lightning_topt.execution.sharded import Sharding, broadcast_buffers
@@ -46,6 +46,7 @@ class Engine(ABC):
 
     def __init__(self, plan: ParallelPlan, module: nn.Module, *, device: torch.device) -> None:
         check_world_size(plan, dist.get_world_size())
+        check_runs(plan)
         check_blocks(plan, module)
         self.plan, self.module, self.device = plan, module, device
         self.optimizers: list[Optimizer] = []
@@ -316,6 +317,6 @@ def build_engine(
     and `nonfinite` (see `ExchangeOptions`) are for their gradient exchange.
     Raises PlanError when the plan does not belong to this module or this number of ranks.
     """
-    if plan.is_sharded:
+    if not plan.keeps_gradients_whole:
         return ShardedEngine(plan, module, device=device)
     return ReplicatedEngine(plan, module, device=device, wrap=wrap, topology=topology, nonfinite=nonfinite)

@@ -46,7 +46,7 @@ class Sharding:
         self._device = device
         self._before = {submodule: _Snapshot(submodule) for submodule in module.modules()}
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
-        stages = {block.block: block.config.zero_stage for block in plan.blocks}
+        stages = {block.block: block.config.storage.level for block in plan.blocks}
         for name, stage in stages.items():
             # Nothing to shard in the others, and FSDP2 keeps modules in dictionaries, which metrics (their hash changes
             # with their state) get lost in.

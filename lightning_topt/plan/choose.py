@@ -199,16 +199,16 @@ def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
     """Smaller is simpler; whole numbers that do not depend on any prediction, so that noise moves no choice between equals."""
     exchange = plan.gradient_exchange
     named = [block.config for block in plan.blocks if block.block]
-    levels = [block.config.zero_stage for block in plan.blocks]
-    kinds = {(config.zero_stage, config.recompute) for config in named}
+    levels = [block.config.storage.level for block in plan.blocks]
+    kinds = {(config.storage.level, config.recompute) for config in named}
     if (
-        not plan.is_sharded
+        plan.keeps_gradients_whole
     ):  # the block "" cannot recompute, and is ZeRO 2 in plans that shard: only in others it can deviate
-        kinds |= {(level, False) for level in set(levels) - {config.zero_stage for config in named}}
+        kinds |= {(level, False) for level in set(levels) - {config.storage.level for config in named}}
     recomputed = sum(config.recompute for config in named)
     return (
         0 if exchange is None else 1 + is_lossy(exchange),
-        int(plan.is_sharded),
+        int(not plan.keeps_gradients_whole),
         len(kinds),
         int(recomputed > 0),
         max(levels),

@@ -140,13 +140,13 @@ class AutoParallelStrategy(EngineCheckpoints):
             self._waits_for_batch = True
             if not self.request.needs_batch(self.lightning_module):
                 self._plan(trainer, None)
-            if self.parallel_plan is not None and not self.parallel_plan.is_sharded:
+            if self.parallel_plan is not None and self.parallel_plan.keeps_gradients_whole:
                 self._start_plan(trainer)
 
     def _set_up_evaluation(self, trainer: pl.Trainer) -> None:
         """As ddp does; where the last fit ran in shards, in these again, which the device is known to hold."""
         self._open_exchange(None)
-        if self.parallel_plan is None or not self.parallel_plan.is_sharded:
+        if self.parallel_plan is None or self.parallel_plan.keeps_gradients_whole:
             super().setup(trainer)
             return
         assert self.accelerator is not None and self.lightning_module is not None
@@ -198,7 +198,7 @@ class AutoParallelStrategy(EngineCheckpoints):
     def _apply_plan(self, trainer: pl.Trainer) -> None:
         plan, module = self.parallel_plan, self.lightning_module
         assert plan is not None and module is not None
-        if plan.is_sharded:
+        if not plan.keeps_gradients_whole:
             self.model = module
             release_free_memory()  # DDP's buckets
         topology = Topology(self.num_nodes, self.world_size // self.num_nodes, self.global_rank)

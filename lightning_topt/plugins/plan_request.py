@@ -62,7 +62,7 @@ class PlanRequest:
             return False
         given = self.plan
         if given is not None:
-            return given.stage >= 2 if isinstance(given, UniformPlan) else given.is_sharded
+            return given.stage >= 2 if isinstance(given, UniformPlan) else not given.keeps_gradients_whole
         # Parameters, gradients, two moments.
         return self.memory_limit is not None or 4 * _parameter_bytes(module) > device_memory_bytes(device)
 

@@ -137,7 +137,7 @@ def _exchanges_of(
 def _uniform_configs(table: CostTable) -> list[dict[str, OpConfig]]:
     """One ZeRO level for all blocks, without and with recomputation; a block that cannot have that takes what is nearest."""
     found: list[dict[str, OpConfig]] = []
-    kinds = {(config.zero_stage, config.recompute) for operator in table.operators for config in operator.configs}
+    kinds = {(config.storage.level, config.recompute) for operator in table.operators for config in operator.configs}
     for level, again in sorted(kinds):
         configs = {op.name: _nearest(op.configs, level=level, recompute=again) for op in table.operators}
         found += [configs] if configs not in found else []
@@ -145,13 +145,13 @@ def _uniform_configs(table: CostTable) -> list[dict[str, OpConfig]]:
 
 
 def _nearest(configs: Sequence[OpConfig], *, level: int, recompute: bool) -> OpConfig:
-    return min(configs, key=lambda config: (abs(config.zero_stage - level), config.recompute != recompute))
+    return min(configs, key=lambda config: (abs(config.storage.level - level), config.recompute != recompute))
 
 
 def _point(model: StepModel, configs: Mapping[str, OpConfig]) -> PlanPoint:
     explained = explain(model, configs)
-    plan = ParallelPlan(
-        data_parallel_size=model.data_parallel_size,
+    plan = ParallelPlan.of_blocks(
+        mesh=model.data_parallel_size,
         blocks=tuple(BlockPlan(block, config) for block, config in configs.items()),
         model=model.graph.model,
         fingerprint=model.graph.fingerprint,

@@ -184,7 +184,7 @@ def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer, graph: Op
 def _check_features(
     plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
 ) -> None:
-    reason = _needs_whole_parameters(request, trainer, graph) if plan.is_sharded else None
+    reason = _needs_whole_parameters(request, trainer, graph) if not plan.keeps_gradients_whole else None
     if reason:
         raise PlanError(f"this plan shards parameters, but {reason}; choose ZeRO level 0 or 1")
     check_exchange_of_run(plan, trainer)

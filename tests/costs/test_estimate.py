@@ -32,7 +32,7 @@ def arguments(graph, world_size, *, overlap=0.5, backend="nccl", **profile):
 
 
 def explained(graph, configs, **given):
-    sharded = any(config.zero_stage >= 2 for config in configs.values())
+    sharded = any(config.storage.level >= 2 for config in configs.values())
     return explain(StepModel(graph, family="sharded" if sharded else "replicated", **given), configs)
 
 
@@ -57,7 +57,7 @@ def test_table_agrees_with_explain(seed, family):
         assert size >= result.peak_bytes - 1e-6
         largest = max(p.numel for p in graph.parameters)
         assert size <= result.peak_bytes + 9 * largest + 20 * len(graph.parameters)
-        if not any(config.zero_stage == 1 for config in configs.values()):
+        if not any(config.storage.level == 1 for config in configs.values()):
             rate = sum(28 * p.numel / 1e3 + 10e-3 for p in graph.parameters) / sum(p.numel for p in graph.parameters)
             assert result.step_seconds - 1e-9 <= seconds <= result.step_seconds + 3 * rate * largest
         if family == "sharded":
@@ -70,7 +70,7 @@ def test_one_rank(seed):
     given = arguments(graph, 1)
     table = estimate_costs(StepModel(graph, **given))
     for operator in table.operators:
-        assert {config.zero_stage for config in operator.configs} == {0}
+        assert {config.storage.level for config in operator.configs} == {0}
     for choice in plans(table, random.Random(seed)):
         configs = {operator.name: operator.configs[i] for operator, i in zip(table.operators, choice, strict=True)}
         result = explained(graph, configs, **given)
@@ -178,7 +178,7 @@ def test_what_is_not_allowed():
     with pytest.raises(ValueError, match="elementwise"):
         estimate_costs(StepModel(graph, family="sharded", **{**given, "data_parallel_size": 1}))
     with pytest.raises(ValueError, match="no configuration"):
-        explained(graph, {"": OpConfig()}, **given)
+        explained(graph, {"": OpConfig.zero(0)}, **given)
     mixed = {b.name: OpConfig.zero(i % 4) for i, b in enumerate(graph.blocks)}
     with pytest.raises(ValueError, match="mix"):
         explained(graph, mixed, **given)
@@ -193,7 +193,7 @@ def test_optimizers_limit_the_space():
 
     def stages(optimizer, family, size=2):
         configs = legal_configs(block, family=family, optimizer=optimizer, data_parallel_size=size)
-        return {(config.zero_stage, config.recompute) for config in configs}
+        return {(config.storage.level, config.recompute) for config in configs}
 
     both = {False, True}
     assert stages(profile, "replicated") == set(itertools.product([0, 1], both))

@@ -48,7 +48,7 @@ def backward_spike(segment, recompute):
 
 def simulate_replicated(graph, profile, configs, world_size, rank):
     memory, spans = Memory(), locate(graph).of_parameter
-    stage_1 = {p.name: p.numel for p in graph.parameters if p.trainable and configs[p.block].zero_stage == 1}
+    stage_1 = {p.name: p.numel for p in graph.parameters if p.trainable and configs[p.block].storage.level == 1}
     owners = assign_owners(stage_1, world_size)
     memory.alloc("buffers", graph.buffer_bytes + graph.input_bytes.at(BATCH))
     for p in graph.parameters:
@@ -80,7 +80,7 @@ class Fsdp:
 
     def __init__(self, graph, profile, configs, world_size, backend):
         self.graph, self.profile, self.size, self.memory = graph, profile, world_size, Memory()
-        self.stages = {name: config.zero_stage for name, config in configs.items()}
+        self.stages = {name: config.storage.level for name, config in configs.items()}
         self.recompute = {name: config.recompute for name, config in configs.items()}
         self.spans, self.backend = locate(graph).of_parameter, backend
         self.order = list(dict.fromkeys(s.block for s in graph.timeline if s.block and graph.block_parameters(s.block)))
@@ -176,7 +176,7 @@ def random_plan(graph, profile, family, world_size, rng):
 
 
 def explained(graph, profile, configs, world_size, backend="nccl"):
-    family = "sharded" if any(config.zero_stage >= 2 for config in configs.values()) else "replicated"
+    family = "sharded" if any(config.storage.level >= 2 for config in configs.values()) else "replicated"
     cluster = cluster_of(world_size, backend=backend)
     return explain(StepModel(graph, cluster, profile, world_size, BATCH, family), configs)
 

@@ -38,8 +38,8 @@ class Net(nn.Module):
 
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
-MIXED_REPLICATED = ParallelPlan(
-    data_parallel_size=WORLD,
+MIXED_REPLICATED = ParallelPlan.of_blocks(
+    mesh=WORLD,
     blocks=(
         BlockPlan("blocks.0", OpConfig.zero(1, recompute=True)),
         BlockPlan("blocks.1", OpConfig.zero(0)),
@@ -47,8 +47,8 @@ MIXED_REPLICATED = ParallelPlan(
         BlockPlan("", OpConfig.zero(0)),
     ),
 )
-MIXED_SHARDED = ParallelPlan(
-    data_parallel_size=WORLD,
+MIXED_SHARDED = ParallelPlan.of_blocks(
+    mesh=WORLD,
     blocks=(
         BlockPlan("blocks.0", OpConfig.zero(3)),
         BlockPlan("blocks.1", OpConfig.zero(2, recompute=True)),
@@ -197,7 +197,7 @@ def bad_plans(rank: int) -> list[str]:
         uniform_plan(0, data_parallel_size=3),
         uniform_plan(3, data_parallel_size=WORLD, blocks=["layers.0"]),
         uniform_plan(3, data_parallel_size=WORLD, blocks=["blocks.0", "blocks.0.0"]),
-        ParallelPlan(data_parallel_size=WORLD, blocks=(BlockPlan("", OpConfig.zero(0, recompute=True)),)),
+        ParallelPlan.of_blocks(mesh=WORLD, blocks=(BlockPlan("", OpConfig.zero(0, recompute=True)),)),
     ]
     for plan in plans:
         with pytest.raises(PlanError) as error:

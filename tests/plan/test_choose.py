@@ -73,7 +73,7 @@ def mixed(
     blocks = [BlockPlan(f"b{k}", OpConfig.zero(level, recompute=again)) for k, (level, again) in enumerate(configs)]
     root = (2 if configs[0][0] >= 2 else configs[0][0]) if root is None else root
     exchange = ExchangeOptions() if lossy else None
-    plan = ParallelPlan(2, (*blocks, BlockPlan("", OpConfig.zero(root))), gradient_exchange=exchange)
+    plan = ParallelPlan.of_blocks((*blocks, BlockPlan("", OpConfig.zero(root))), mesh=2, gradient_exchange=exchange)
     return PlanPoint(seconds, mib * MIB, 2, plan)
 
 

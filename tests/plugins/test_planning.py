@@ -54,7 +54,7 @@ def test_a_plan_by_name_shards_every_block_and_recomputes_what_can_be(stage, rec
     plan = UniformPlan(stage, recompute).of(graph, data_parallel_size=2)
     assert {block.block for block in plan.blocks} == {block.name for block in graph.blocks}
     assert {block.block for block in plan.blocks if block.config.recompute} == (able if recompute else set())
-    assert {block.config.zero_stage for block in plan.blocks} == {stage}
+    assert {block.config.storage.level for block in plan.blocks} == {stage}
 
 
 class Halved(pl.LightningDataModule):
@@ -123,9 +123,9 @@ def test_uniform_plans_are_candidates_at_every_number_of_devices():
     able = {block.name for block in graph.blocks if block.name and block.recomputable}
     found = {1: set(), 2: set()}
     for point in frontier.uniform:
-        levels = {block.config.zero_stage for block in point.plan.blocks if block.block}
+        levels = {block.config.storage.level for block in point.plan.blocks if block.block}
         again = {block.block for block in point.plan.blocks if block.config.recompute}
-        root = next(block.config.zero_stage for block in point.plan.blocks if not block.block)
+        root = next(block.config.storage.level for block in point.plan.blocks if not block.block)
         (level,) = levels
         assert again in (set(), able) and root == min(level, 2)
         found[point.devices].add((level, bool(again)))

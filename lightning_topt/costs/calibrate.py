@@ -19,7 +19,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_topt.costs.cluster import Cluster, CollectiveCurve, CurveKey, Device, Link
+from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.collective_curves import CollectiveCurve, CurveKey
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
 from lightning_topt.costs.framework import measure_framework, measure_sharded_call
 from lightning_topt.costs.global_state import kept_global_state
@@ -77,11 +78,10 @@ def calibrate(*, device: torch.device | str = "cpu", num_nodes: int = 1, budget_
     finally:
         if group is not None:
             dist.destroy_process_group(group)
-    scope = "intra" if num_nodes == 1 else "inter"
-    curves: dict[CurveKey, CollectiveCurve] = {(op, scope, ranks): curve(times[op]) for op in timers}
+    curves: dict[CurveKey, CollectiveCurve] = {(op, ranks, 1): curve(times[op]) for op in timers}
     intra = inter = fit_link(curves, ranks)
     if group is not None:
-        intra = fit_link({("all_reduce", "intra", local): curve(times["node"])}, local)
+        intra = fit_link({("all_reduce", local, 1): curve(times["node"])}, local)
         inter = Link(inter.latency_seconds, inter.bandwidth / local)  # the ring had the whole network of a node
     faults = average([measure_page_faults(device)])[0]
     measured = replace(_device(device, times), page_fault_seconds_per_byte=faults)
@@ -93,7 +93,7 @@ def calibrate(*, device: torch.device | str = "cpu", num_nodes: int = 1, budget_
         intra=intra,
         inter=inter if num_nodes > 1 else None,
         collectives=curves,
-        overlap=_overlap(device, curves.get(("all_reduce", scope, ranks)), budget_seconds=0.1 * budget_seconds),
+        overlap=_overlap(device, curves.get(("all_reduce", ranks, 1)), budget_seconds=0.1 * budget_seconds),
         backend=dist.get_backend() if ranks > 1 else ("gloo" if device.type == "cpu" else "nccl"),
         source=f"measured by {ranks} rank(s) with torch {torch.__version__} on {measured.name}",
     )

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
-from lightning_topt.costs.cluster import CollectiveCurve, CurveKey, Link
+from lightning_topt.costs.cluster import Link
+from lightning_topt.costs.collective_curves import CollectiveCurve, CurveKey
 from lightning_topt.costs.ranks import average, own_rank, world_size
 from lightning_topt.costs.timing import time_call, time_once
 

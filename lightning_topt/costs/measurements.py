@@ -216,7 +216,7 @@ def _directory(directory: Path | str | None) -> Path | None:
 def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:
     """Whether one small all_reduce takes about as long as `cluster` says: the same answer on all ranks. Collective."""
     ranks = world_size()
-    curve = cluster.collectives.get(("all_reduce", "intra" if cluster.num_nodes == 1 else "inter", ranks))
+    curve = cluster.collectives.get(("all_reduce", ranks, 1))
     if curve is None:
         return ranks == 1
     sizes = [s for s, t in zip(curve.sizes, curve.seconds, strict=True) if s <= _CHECK_BYTES and t <= _CHECK_SECONDS]

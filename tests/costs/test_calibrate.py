@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
-from lightning_topt.costs.cluster import COLLECTIVES, Cluster
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.collective_curves import COLLECTIVES
 from lightning_topt.costs.measured_links import fit_link
 from lightning_topt.graph.kernels import encode_arguments
 from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph
@@ -38,7 +39,7 @@ def test_two_ranks_measure_the_same_sane_cluster():
     (data, kernels), (other, other_kernels) = run_ranks(on_rank, 2)
     assert data == other and kernels == other_kernels
     cluster = Cluster.from_dict(data)
-    assert {(op, scope, size) for op, scope, size in cluster.collectives} == {(op, "intra", 2) for op in COLLECTIVES}
+    assert set(cluster.collectives) == {(op, 2, 1) for op in COLLECTIVES[:4]}
     for curve in cluster.collectives.values():
         assert len(curve.sizes) >= 2
         assert all(0 < a <= b < 10 for a, b in zip(curve.seconds, curve.seconds[1:], strict=False))
@@ -77,7 +78,7 @@ def inter_on_rank(rank):
 def test_ranks_on_two_nodes_measure_the_network_between():
     cluster = run_ranks(inter_on_rank, 2)[0]
     assert (cluster.devices_per_node, cluster.num_nodes) == (1, 2)
-    assert {scope for _, scope, _ in cluster.collectives} == {"inter"}
+    assert {key[1:] for key in cluster.collectives} == {(2, 1)}
     assert cluster.inter is not None
 
 

@@ -133,7 +133,7 @@ def changed_on_rank(rank, directory, factor):
     torch.distributed.barrier()
     lines = []
     again = Measurements.open(directory=directory, progress=lines.append).cluster()
-    return lines, [c.collectives["all_reduce", "intra", 2].seconds[-1] for c in (cluster, again)]
+    return lines, [c.collectives["all_reduce", 2, 1].seconds[-1] for c in (cluster, again)]
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1e3])

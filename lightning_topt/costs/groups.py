@@ -56,6 +56,13 @@ def group_along(mesh: Mesh, axes: Iterable[int]) -> Group:
     return Group(mesh.ranks_along(axes), mesh.stride(axes))
 
 
+def ranks_of_groups(group: Group, world_size: int) -> list[list[int]]:
+    """Return the ranks of every group of this kind among `world_size` ranks, which their span must divide."""
+    assert world_size % group.span == 0
+    firsts = (start + offset for start in range(0, world_size, group.span) for offset in range(group.stride))
+    return [list(range(first, first + group.span, group.stride)) for first in firsts]
+
+
 def mesh_groups(ranks: int, *, devices_per_node: int) -> tuple[Group, ...]:
     """Return the groups of all ranks, and of every outer x inner mesh whose inner axis divides a node or is made of nodes."""
     found = {Group(ranks): None}

@@ -5,7 +5,7 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.collective_curves import CollectiveCurve
 from lightning_topt.costs.communication import estimate_collective_seconds
 from lightning_topt.costs.compute import estimate_kernel_seconds, estimate_kernels_seconds, kernel_dtype, kernel_key
-from lightning_topt.costs.groups import Group
+from lightning_topt.costs.groups import Group, ranks_of_groups
 from lightning_topt.costs.page_faults import kernels_bytes, measure_page_faults
 from lightning_topt.graph.op_graph import Amount, Kernel
 
@@ -64,8 +64,7 @@ def network_bytes(groups: list[list[int]], devices_per_node: int, *, size: float
 @pytest.mark.parametrize("group", [Group(16), Group(2, 8), Group(4, 4), Group(4, 2), Group(2, 4), Group(8, 2)])
 def test_groups_share_a_node_as_rings_followed_hop_by_hop_do(group):
     slow = cluster(intra=Link(0.0, 1e9), inter=Link(0.0, 10.0), num_nodes=4)
-    starts = [block + offset for block in range(0, 16, group.span) for offset in range(group.stride)]
-    rings = [[start + index * group.stride for index in range(group.size)] for start in starts]
+    rings = ranks_of_groups(group, 16)
     assert sorted(rank for ring in rings for rank in ring) == list(range(16))
     seconds = estimate_collective_seconds(slow, op="reduce_scatter", size=1000, group=group)
     assert seconds == pytest.approx(network_bytes(rings, 4, size=1000) / (4 * 10.0))

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_topt.costs.groups import Group, group_along, mesh_groups
+from lightning_topt.costs.groups import Group, group_along, mesh_groups, ranks_of_groups
 from lightning_topt.graph.mesh_axes import Axis, Mesh, hybrid_mesh
 
 
@@ -21,6 +21,12 @@ def test_groups_along_the_axes_of_a_mesh():
     assert group_along(cube, [0, 1]) == Group(4, 3)
     with pytest.raises(ValueError, match="'data', 'tensor'"):
         group_along(cube, [0, 2])
+
+
+def test_ranks_of_all_groups_of_a_kind():
+    assert ranks_of_groups(Group(2), 4) == [[0, 1], [2, 3]]
+    assert ranks_of_groups(Group(2, 2), 8) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert ranks_of_groups(Group(4), 4) == [[0, 1, 2, 3]]
 
 
 def test_groups_that_meshes_can_have():

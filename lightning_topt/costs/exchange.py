@@ -21,8 +21,9 @@ from functools import cached_property
 from lightning_topt.communication.options import READ_BY, ExchangeOptions
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.communication import estimate_across_seconds, estimate_collective_seconds
+from lightning_topt.costs.communication import estimate_collective_seconds
 from lightning_topt.costs.exchange_work import BlockGradients, Work, exchange_work
+from lightning_topt.costs.groups import Group
 from lightning_topt.graph.op_graph import OpGraph, Parameter
 
 _NOTHING = Work(0.0, 0, ())
@@ -85,10 +86,12 @@ class ExchangeModel:
 
     def _seconds(self, where: str, op: str, size: float) -> float:
         topology = self.topology
-        if where == "across" and topology.ranks_per_node > 1:
-            return estimate_across_seconds(self.cluster, op=op, size=size, num_nodes=topology.num_nodes)
-        ranks = topology.ranks_per_node if where == "node" else topology.world_size
-        return estimate_collective_seconds(self.cluster, op=op, size=size, world_size=ranks)
+        groups = {
+            "world": Group(topology.world_size),
+            "node": Group(topology.ranks_per_node),
+            "across": Group(topology.num_nodes, topology.ranks_per_node),
+        }
+        return estimate_collective_seconds(self.cluster, op=op, size=size, group=groups[where])
 
 
 def make_exchange_model(

@@ -28,6 +28,7 @@ from lightning_topt.costs import measurement_store
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.compute import KernelKey, kernel_key
+from lightning_topt.costs.groups import mesh_groups
 from lightning_topt.costs.machine_setup import describe_setup
 from lightning_topt.costs.measurement_store import Entries, Entry, default_directory
 from lightning_topt.costs.optimizer import UpdateKind, measure_kind, update_kinds
@@ -198,8 +199,11 @@ class Measurements:
             cluster = None if entry is None else Cluster.from_dict(entry.value)
         except ClusterError:
             return None
-        known = cluster is not None and cluster.num_devices == world_size()
-        return cluster if known and cluster.num_nodes == self.setup["num_nodes"] else None  # type: ignore[union-attr]
+        if cluster is None or (cluster.num_devices, cluster.num_nodes) != (world_size(), self.setup["num_nodes"]):
+            return None
+        groups = mesh_groups(cluster.num_devices, devices_per_node=cluster.devices_per_node)
+        complete = all(("all_reduce", group.size, group.stride) in cluster.collectives for group in groups)
+        return cluster if complete else None  # older measurements have the group of all ranks only
 
     def _tell(self, line: str) -> None:
         if self._progress is not None and own_rank() == 0:
@@ -216,7 +220,7 @@ def _directory(directory: Path | str | None) -> Path | None:
 def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:
     """Whether one small all_reduce takes about as long as `cluster` says: the same answer on all ranks. Collective."""
     ranks = world_size()
-    curve = cluster.collectives.get(("all_reduce", "intra" if cluster.num_nodes == 1 else "inter", ranks))
+    curve = cluster.collectives.get(("all_reduce", ranks, 1))
     if curve is None:
         return ranks == 1
     sizes = [s for s, t in zip(curve.sizes, curve.seconds, strict=True) if s <= _CHECK_BYTES and t <= _CHECK_SECONDS]

@@ -33,6 +33,7 @@ from lightning_topt.costs.communication import estimate_collective_seconds
 from lightning_topt.costs.compute import KernelKey, estimate_kernels_seconds
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange import ExchangeModel
+from lightning_topt.costs.groups import Group
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.page_faults import SMALLEST_BYTES, gathered_bytes, kernels_bytes, reduced_bytes
 from lightning_topt.costs.segments import Segments, locate
@@ -137,7 +138,7 @@ class StepTime:
 
     def collective_seconds(self, op: str, size: float) -> float:
         """Seconds of `op` on a tensor of `size` bytes over the ranks of the step."""
-        return estimate_collective_seconds(self.cluster, op=op, size=size, world_size=self.world_size)
+        return estimate_collective_seconds(self.cluster, op=op, size=size, group=Group(self.world_size))
 
     @property
     def buffers_seconds(self) -> float:

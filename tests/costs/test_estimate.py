@@ -160,7 +160,7 @@ def test_measured_collectives_count():
     graph = random_graph(1)
     given = arguments(graph, 2, overlap=0.0)
     curve = CollectiveCurve((1.0,), (1.0,))
-    given["cluster"] = replace(given["cluster"], collectives={("all_reduce", "intra", 2): curve})
+    given["cluster"] = replace(given["cluster"], collectives={("all_reduce", 2, 1): curve})
     gradients = sum(4 * p.numel for p in graph.parameters if p.trainable)
     result = explained(graph, {b.name: OpConfig.zero(0) for b in graph.blocks}, **given)
     assert result.seconds["reduce"] == pytest.approx(gradients + 2 * gradients / 1e3)

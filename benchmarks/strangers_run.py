@@ -15,9 +15,8 @@ from benchmarks.strangers_models import FAMILIES
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
-from lightning_topt.costs.estimate import Explanation, StepModel, explain
-from lightning_topt.costs.memory import FAMILIES as FAMILIES_OF_PLANS
 from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
+from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import build_engine
 from lightning_topt.execution.memory import MemoryMeter, release_free_memory
@@ -26,6 +25,8 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.planning import make_fake_optimizers
 from lightning_topt.plugins.read_options import UniformPlan, read_plan_option
+from lightning_topt.techniques.explain import Explanation, explain
+from lightning_topt.techniques.plan_costs import PlanCosts
 
 CPU, RANKS = torch.device("cpu"), 2
 _ROUNDS, _AGREEMENT = 4, 0.1
@@ -59,7 +60,7 @@ class Predicted:
     plan: ParallelPlan
     step_seconds: float
     peak_bytes: float
-    peak_moment: str
+    peak_phase: str
     peak_parts: Mapping[str, float]
 
 
@@ -86,7 +87,7 @@ def predict(rank: int, family: str, cases: Sequence[Case], budget_seconds: float
             plan_of(case, graph),
             statistics.mean(r[case].step_seconds for r in last),
             last[-1][case].peak_bytes,
-            last[-1][case].peak_moment,
+            last[-1][case].peak_phase,
             last[-1][case].peak_parts,
         )
         for case in cases
@@ -106,10 +107,9 @@ def _explain(
     samples: int,
 ) -> Explanation:
     plan = plan_of(case, graph)
-    family = FAMILIES_OF_PLANS[not plan.keeps_gradients_whole]
-    common = graph, cluster, profile, RANKS, samples, family, kernels
-    model = StepModel(*common, returns_memory=case.limited or plan.saves_memory)
-    return explain(model, {block.block: block.config for block in plan.blocks})
+    common = graph, cluster, profile, plan.mesh, samples, kernels
+    step = TrainingStep(*common, returns_memory=case.limited or plan.saves_memory)
+    return explain(PlanCosts(step), {block.block: block.config for block in plan.blocks})
 
 
 def plan_of(case: Case, graph: OpGraph) -> ParallelPlan:

@@ -26,9 +26,10 @@ from lightning_topt.graph.capture import CaptureError, capture, may_need_values
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.report import print_table, save_html, save_png
+from lightning_topt.plan.search import SearchRequest, search_plans
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.example_batch import batches_of
-from lightning_topt.plugins.planning import Planning, make_fake_optimizers, search_plans
+from lightning_topt.plugins.planning import Planning, make_fake_optimizers
 from lightning_topt.plugins.read_options import read_device_counts
 from lightning_topt.plugins.run_plan import choose_for
 
@@ -64,15 +65,17 @@ def run(config: DictConfig) -> None:
     if costs is None:  # another rank of torchrun goes on
         return
     frontier = search_plans(
-        graph,
-        cluster=costs.cluster,
-        optimizer=costs.optimizer,
-        exchanges=strategy.request.allowed.candidates,
-        kernel_seconds=costs.kernel_seconds,
-        returns_memory=strategy.request.saves_memory,
-        device_counts=device_counts,
-        global_batch_size=samples * trainer.world_size,
-        capture_seconds=capture_seconds,
+        SearchRequest(
+            graph,
+            costs.cluster,
+            costs.optimizer,
+            device_counts,
+            global_batch_size=samples * trainer.world_size,
+            exchanges=strategy.request.allowed.candidates,
+            kernel_seconds=costs.kernel_seconds or {},
+            returns_memory=strategy.request.saves_memory,
+            capture_seconds=capture_seconds,
+        )
     )
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits

@@ -18,6 +18,7 @@ import re
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,27 @@ class Storage:
 
     def sharded_axes(self, kind: str) -> tuple[int, ...]:
         """Indices of the axes along which `kind` (``"parameters"``, ``"gradients"``, ``"optimizer_state"``) is sharded."""
-        return tuple(index for index, placement in enumerate(getattr(self, kind)) if isinstance(placement, Shard))
+        return self._sharded_axes[kind]
 
-    @property
+    @cached_property
+    def _sharded_axes(self) -> dict[str, tuple[int, ...]]:
+        kinds = ("parameters", "gradients", "optimizer_state")
+        return {
+            kind: tuple(index for index, placement in enumerate(getattr(self, kind)) if isinstance(placement, Shard))
+            for kind in kinds
+        }
+
+    @cached_property
     def level(self) -> int:
         """The ZeRO level along the axes that are sharded at all."""
-        return sum(bool(self.sharded_axes(kind)) for kind in ("parameters", "gradients", "optimizer_state"))
+        return sum(map(bool, self._sharded_axes.values()))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.parameters, self.gradients, self.optimizer_state))
+
+    def __hash__(self) -> int:  # searches look configurations up by the million
+        return self._hash
 
 
 @dataclass(frozen=True)
@@ -129,6 +145,13 @@ class OpConfig:
     inputs: tuple[Placements, ...] = ()
     outputs: tuple[Placements, ...] = ()
     parameters: tuple[tuple[str, Placements], ...] = ()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.storage, self.recompute, self.inputs, self.outputs, self.parameters))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def zero(cls, level: int, *, recompute: bool = False, axes: int = 1, over: Iterable[int] | None = None) -> OpConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 
 
@@ -16,10 +17,10 @@ def assign_owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
-    loads = [0] * world_size
+    loads = [(0, rank) for rank in range(world_size)]
     owners: dict[str, int] = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        load, rank = loads[0]
         owners[name] = rank
-        loads[rank] += sizes[name]
+        heapq.heapreplace(loads, (load + sizes[name], rank))
     return owners

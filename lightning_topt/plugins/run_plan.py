@@ -18,7 +18,6 @@ from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
-from lightning_topt.costs.memory import FAMILIES
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.execution.memory import release_free_memory
 from lightning_topt.execution.mesh import check_world_size
@@ -26,9 +25,10 @@ from lightning_topt.graph.capture import capture, may_need_values
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
+from lightning_topt.plan.search import SearchRequest, search_plans
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run, exchanges_of_run
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning, optimizers_of, search_plans
+from lightning_topt.plugins.planning import Planning, optimizers_of
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
 from lightning_topt.plugins.read_options import UniformPlan
 from lightning_topt.plugins.whole_parameters import why_whole
@@ -117,15 +117,17 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
     def search() -> dict[str, Any]:
         nonlocal planning
         frontier = search_plans(
-            graph,
-            cluster=cluster,
-            optimizer=profile,
-            device_counts=(dist.get_world_size(),),
-            global_batch_size=graph.batch_size * dist.get_world_size(),
-            families=_families(request, trainer, graph),
-            exchanges=exchanges_of_run(request.allowed, trainer),
-            kernel_seconds=kernel_seconds,
-            returns_memory=request.saves_memory,
+            SearchRequest(
+                graph,
+                cluster,
+                profile,
+                device_counts=(dist.get_world_size(),),
+                global_batch_size=graph.batch_size * dist.get_world_size(),
+                shards=_needs_whole_parameters(request, trainer, graph) is None,
+                exchanges=exchanges_of_run(request.allowed, trainer),
+                kernel_seconds=kernel_seconds or {},
+                returns_memory=request.saves_memory,
+            )
         )
         planning = Planning(frontier, choose_for(request, frontier, cluster), graph)
         return planning.chosen.plan.to_dict()
@@ -160,11 +162,6 @@ def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -
     limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
     margin = request.memory_margin
     return choose(frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin)
-
-
-def _families(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[str, ...]:
-    reason = _needs_whole_parameters(request, trainer, graph)
-    return ("replicated",) if reason else FAMILIES
 
 
 def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None) -> str | None:

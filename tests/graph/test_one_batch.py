@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_topt.costs.estimate import StepModel
 from lightning_topt.costs.optimizer import read_optimizer
+from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.structures import map_tensors, tensors_in
 from tests.costs.graphs import cluster_of
@@ -94,9 +95,9 @@ def test_costs_refuse_other_batch_sizes() -> None:
         [torch.optim.SGD(module.parameters(), lr=0.1)], named_parameters=[*module.named_parameters()], device_type="cpu"
     )
     cluster = cluster_of()
-    assert StepModel(graph, cluster, profile, 2, 4)
+    assert TrainingStep(graph, cluster, profile, data_mesh(2), 4)
     with pytest.raises(ValueError, match=r"captured for batches of 4 sample.*batch_scaling=True"):
-        StepModel(graph, cluster, profile, 2, 8)
+        TrainingStep(graph, cluster, profile, data_mesh(2), 8)
 
 
 def test_second_batch_needs_scaling() -> None:

@@ -37,7 +37,7 @@ def fit_error(rank: int, options: dict[str, Any], module: L.LightningModule) -> 
         ("version: 99", "version"),
         ("kind: Deployment\nversion: 1", "unknown entries"),
         (GOOD.to_yaml().replace("shard(0)", "shard(x)", 1), "shard"),
-        (GOOD.to_yaml().replace("data_parallel_size: 2", "data_parallel_size: two"), "whole number"),
+        (GOOD.to_yaml().replace("size: 2", "size: two"), "whole number"),
         (GOOD.to_yaml().split("blocks:")[0], "missing"),
     ],
 )

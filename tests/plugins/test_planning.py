@@ -16,8 +16,9 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import choose
+from lightning_topt.plan.search import SearchRequest, search_plans
 from lightning_topt.plugins.example_batch import batches_of
-from lightning_topt.plugins.planning import make_fake_optimizers, search_plans
+from lightning_topt.plugins.planning import make_fake_optimizers
 from lightning_topt.plugins.read_options import UniformPlan
 
 
@@ -106,7 +107,7 @@ def measured_again(generator: random.Random) -> Cluster:
 def searched(graph, module, cluster):
     optimizers, named = make_fake_optimizers(module, device=torch.device("cpu"))
     optimizer = read_optimizer(optimizers, named_parameters=named)
-    return search_plans(graph, cluster=cluster, optimizer=optimizer, device_counts=(1, 2), global_batch_size=8)
+    return search_plans(SearchRequest(graph, cluster, optimizer, device_counts=(1, 2), global_batch_size=8))
 
 
 class Trained(PartlyRandom):

@@ -8,13 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_topt.costs.estimate import StepModel, explain, legal_configs
-from lightning_topt.costs.memory import StepMemory
+from lightning_topt.costs.lifetimes import Phases
 from lightning_topt.costs.segments import blocks_reduced_last, locate
 from lightning_topt.costs.sizes import gradient_bytes, padded_bytes, parameter_bytes, shard_bytes, shard_share
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Amount, Block, Op, OpGraph, Parameter, Segment, TensorEdge, TensorSpec
 from lightning_topt.graph.ownership import assign_owners
+from lightning_topt.techniques.explain import Explanation, explain
+from lightning_topt.techniques.plan_costs import PlanCosts
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 
 BATCH = 3
@@ -48,8 +51,8 @@ def backward_spike(segment, recompute):
 
 def simulate_replicated(graph, profile, configs, world_size, rank):
     memory, spans = Memory(), locate(graph).of_parameter
-    stage_1 = {p.name: p.numel for p in graph.parameters if p.trainable and configs[p.block].storage.level == 1}
-    owners = assign_owners(stage_1, world_size)
+    level_1 = {p.name: p.numel for p in graph.parameters if p.trainable and configs[p.block].storage.level == 1}
+    owners = assign_owners(level_1, world_size)
     memory.alloc("buffers", graph.buffer_bytes + graph.input_bytes.at(BATCH))
     for p in graph.parameters:
         memory.alloc("parameters", parameter_bytes(p))
@@ -80,7 +83,7 @@ class Fsdp:
 
     def __init__(self, graph, profile, configs, world_size, backend):
         self.graph, self.profile, self.size, self.memory = graph, profile, world_size, Memory()
-        self.stages = {name: config.storage.level for name, config in configs.items()}
+        self.levels = {name: config.storage.level for name, config in configs.items()}
         self.recompute = {name: config.recompute for name, config in configs.items()}
         self.spans, self.backend = locate(graph).of_parameter, backend
         self.order = list(dict.fromkeys(s.block for s in graph.timeline if s.block and graph.block_parameters(s.block)))
@@ -102,11 +105,11 @@ class Fsdp:
         self.last_flat = block
 
     def prefetch(self, block):
-        if self.stages[block] == 3 and ("flat", block) not in self.memory.live:
+        if self.levels[block] == 3 and ("flat", block) not in self.memory.live:
             self.memory.alloc(("flat", block), self.flat(block))
 
     def pre_backward(self, block):
-        if self.stages[block] == 3:
+        if self.levels[block] == 3:
             self.prefetch(block)
             self.memory.alloc(("whole", block), self.whole(block))
             self.memory.free(("flat", block))
@@ -140,7 +143,7 @@ class Fsdp:
                 self.gather_forward(segment.block)
             memory.spike(segment.forward_peak_bytes.at(BATCH))
             memory.alloc(("kept", k), held(segment, self.recompute[segment.block]))
-            if segment.block in self.order and self.stages[segment.block] == 3:
+            if segment.block in self.order and self.levels[segment.block] == 3:
                 memory.free(("whole", segment.block))
         memory.free(("flat", self.last_flat), "old gradients")
         if self.order:
@@ -168,17 +171,23 @@ class Fsdp:
             self.reduce(segment.block)
 
 
-def random_plan(graph, profile, family, world_size, rng):
-    return {
-        block.name: rng.choice(legal_configs(block, family=family, optimizer=profile, data_parallel_size=world_size))
-        for block in graph.blocks
-    }
+def costs_of(graph, profile, world_size, backend="nccl"):
+    return PlanCosts(
+        TrainingStep(graph, cluster_of(world_size, backend=backend), profile, data_mesh(world_size), BATCH)
+    )
 
 
-def explained(graph, profile, configs, world_size, backend="nccl"):
-    family = "sharded" if any(config.storage.level >= 2 for config in configs.values()) else "replicated"
-    cluster = cluster_of(world_size, backend=backend)
-    return explain(StepModel(graph, cluster, profile, world_size, BATCH, family), configs)
+def random_plan(graph, profile, levels, world_size, rng):
+    costs = costs_of(graph, profile, world_size)
+    legal = {b.name: [c for c in costs.configs(b) if c.storage.level in levels] for b in graph.blocks}
+    return {name: rng.choice(configs) for name, configs in legal.items()}
+
+
+def explained(graph, profile, configs, world_size, backend="nccl") -> Explanation:
+    costs = costs_of(graph, profile, world_size, backend)
+    result = explain(costs, configs)
+    assert costs.memory(configs).max() == pytest.approx(result.peak_bytes)
+    return result
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -186,7 +195,7 @@ def test_replicated_peak_is_that_of_a_simulated_step(seed):
     rng = random.Random(seed)
     graph, world_size = random_graph(seed, num_blocks=rng.randint(1, 4)), rng.randint(1, 4)
     profile = profile_of(graph)
-    configs = random_plan(graph, profile, "replicated", world_size, rng)
+    configs = random_plan(graph, profile, (0, 1), world_size, rng)
     peaks = [simulate_replicated(graph, profile, configs, world_size, rank) for rank in range(world_size)]
     assert explained(graph, profile, configs, world_size).peak_bytes == pytest.approx(max(peaks), abs=1e-6)
 
@@ -196,7 +205,7 @@ def test_sharded_peak_is_that_of_a_simulated_step(seed):
     rng = random.Random(seed)
     graph, world_size = random_graph(seed, num_blocks=rng.randint(1, 4)), rng.randint(2, 4)
     backend, profile = rng.choice(["nccl", "gloo"]), profile_of(graph)
-    configs = random_plan(graph, profile, "sharded", world_size, rng)
+    configs = random_plan(graph, profile, (2, 3), world_size, rng)
     simulated = Fsdp(graph, profile, configs, world_size, backend).run()
     result = explained(graph, profile, configs, world_size, backend)
     reserve = result.peak_parts.get("reserve", 0.0)
@@ -214,15 +223,15 @@ def test_hand_made_numbers():
     graph = OpGraph("M", 1, ops, (), parameters, (Block("a", 0, True), Block("b", 0, True)), timeline, 0, Amount())
     profile = profile_of(graph)
 
-    def peak(stage, recompute=False, world_size=2):
-        configs = {b: OpConfig.zero(stage, recompute=recompute) for b in "ab"}
+    def peak(level, recompute=False, world_size=2):
+        configs = {b: OpConfig.zero(level, recompute=recompute) for b in "ab"}
         return explained(graph, profile, configs, world_size)
 
     whole = 2 * (64 + 64 + 132)  # parameters, gradients, Adam's state
     assert (
         peak(0).peak_bytes == whole + 100 + 200 + 5 + 64
     )  # in the backward of b, whose gradient is not in a bucket yet
-    assert peak(0).peak_moment == "backward 1"
+    assert peak(0).peak_phase == "backward 1"
     assert peak(0, recompute=True).peak_bytes == whole + 10 + (10 + 200) + 64  # b runs its forward again
     assert peak(1).peak_bytes == whole - 132 + 100 + 200 + 5 + 64
     shards = 2 * (32 + 66)
@@ -230,17 +239,16 @@ def test_hand_made_numbers():
     assert peak(3).peak_bytes == shards + 100 + 200 + 5 + 64 + 64 + 64
     # forward of b: both whole parameters, b's flat buffer, and the shards of the last step's gradients
     assert peak(2).peak_bytes == shards + 100 + 200 + 2 * 64 + 64 + 2 * 32
-    assert peak(2).peak_moment == "forward 1"
+    assert peak(2).peak_phase == "forward 1"
 
 
-def test_moments_are_complete_and_parts_add_up():
+def test_phases_are_complete_and_parts_add_up():
     graph = random_graph(5)
-    profile = profile_of(graph)
-    step = StepMemory(graph, profile, "sharded", BATCH, 2)
-    assert len(set(step.moments)) == len(step.moments) == 6 * len(graph.timeline) + 2
-    result = explained(graph, profile, random_plan(graph, profile, "sharded", 2, random.Random(0)), 2)
+    profile, phases = profile_of(graph), Phases(len(graph.timeline))
+    assert len(set(phases.order)) == len(phases.order) == 6 * len(graph.timeline) + 4
+    result = explained(graph, profile, random_plan(graph, profile, (0, 1, 2, 3), 2, random.Random(0)), 2)
     assert sum(result.peak_parts.values()) == pytest.approx(result.peak_bytes)
-    assert max(result.moments.values()) == result.moments[result.peak_moment] == result.peak_bytes
+    assert max(result.phases.values()) == result.phases[result.peak_phase] == result.peak_bytes
 
 
 def test_parameters_used_in_two_segments_are_located():
@@ -274,11 +282,11 @@ def test_a_block_whose_inputs_need_no_gradient_is_reduced_last():
     known = OpGraph("M", 1, ops, edges, parameters, blocks, timeline, 0, Amount())
     assert blocks_reduced_last(known) == {"a"}
     configs = {"": OpConfig.zero(2), "a": OpConfig.zero(3), "b": OpConfig.zero(3)}
-    late = explained(known, profile_of(known), configs, 2).moments
-    early = explained(replace(known, edges=()), profile_of(known), configs, 2).moments
+    late = explained(known, profile_of(known), configs, 2).phases
+    early = explained(replace(known, edges=()), profile_of(known), configs, 2).phases
     # The whole parameter and gradient of a (64 bytes each) instead of its shard of the gradient.
     shards = 2 * (32 + 66) + 32
-    assert late["reduce_root"] == shards + 64 + 64
-    assert late["reduce_root"] > early["reduce_root"]
+    assert late["reduce_last"] == shards + 64 + 64
+    assert late["reduce_last"] > early["reduce_last"]
     integers = (TensorEdge("a", "b", TensorSpec((2, 4), "int64")),)
     assert blocks_reduced_last(replace(known, edges=integers)) == {"a", "b"}

@@ -112,7 +112,7 @@ def point_of(costs: PlanCosts, configs: Configs) -> PlanPoint:
 
 @dataclass(frozen=True)
 class _Space:
-    """Plans on one mesh: each of `groups` are storages that blocks may have beside one another; `own` those of uniform plans."""
+    """Plans on one mesh: `groups` are storages that blocks may have beside one another, `own` those of uniform plans."""
 
     costs: PlanCosts
     groups: Sequence[Collection[Storage]]

@@ -96,7 +96,8 @@ def test_meshes_of_nodes() -> None:
 def test_hybrid_sharding_is_found_where_the_network_between_nodes_is_slow() -> None:
     graph = random_graph(3, num_blocks=4)
     graph = replace(graph, parameters=tuple(replace(p, shape=(64, 64)) for p in graph.parameters))
-    slow = replace(cluster_of(2), devices_per_node=2, num_nodes=2, inter=Link(1e-3, 1e5), intra=Link(1e-6, 1e8))
+    device = Device("toy", 10**9, {"float32": 1e9}, 1e9)
+    slow = Cluster("toy", device, 2, 2, Link(1e-6, 1e8), Link(1e-3, 1e5))
     found = search_plans(SearchRequest(graph, slow, profile_of(graph), (4,), 12))
     flat = min(p.step_seconds for p in found.uniform if p.plan.summary().count("ZeRO-3") and len(p.plan.mesh.axes) == 1)
     hybrid = [p for p in found.points if len(p.plan.mesh.axes) == 2]

@@ -141,6 +141,6 @@ def test_noise_moves_no_choice_for_a_small_model():
     for _ in range(8):
         points = searched(graph, module, measured_again(generator)).candidates
         plans |= {choose(points, memory_limit=limit, devices=2).plan.summary() for limit in (None, 2**30)}
-        fastest.add(choose(points, devices=2, time_error=0.0).plan.summary())
+        fastest.add(choose(points, devices=2, time_error=0.0, time_error_seconds=0.0).plan.summary())
     assert plans == {f"{len(graph.blocks)} x DDP"}
     assert fastest != plans  # noise is enough for other plans to be predicted as fastest

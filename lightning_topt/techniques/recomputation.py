@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.techniques.technique import Applied, ParallelModel, Technique
 
 
 class _RecomputedForward:
@@ -42,3 +48,29 @@ def remove_recomputation(module: nn.Module) -> None:
             del submodule.__dict__["forward"]
             if submodule.forward != recomputed.forward:  # the user's own instance attribute was there before
                 submodule.__dict__["forward"] = recomputed.forward
+
+
+class Recomputation(Technique):
+    """Blocks whose configuration says `recompute`."""
+
+    @property
+    @override
+    def name(self) -> str:
+        return "recomputation"
+
+    @override
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        return frozenset({"recompute"}) if config.recompute else frozenset()
+
+    @override
+    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
+        if "" in configs and configs[""].recompute:
+            raise ValueError('the block "" (everything outside the named blocks) cannot be recomputed')
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        blocks = model.blocks_of(self)
+        if not blocks:
+            return None
+        apply_recomputation(model.module, blocks)
+        return Applied(undo=lambda: remove_recomputation(model.module))

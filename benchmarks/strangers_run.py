@@ -18,7 +18,7 @@ from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
-from lightning_topt.execution.engine import build_engine
+from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import MemoryMeter, release_free_memory
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import OpGraph
@@ -128,8 +128,8 @@ def measure(rank: int, family: str, plan: ParallelPlan, limited: bool, steps: in
     warm_up(CPU)
     meter = MemoryMeter(CPU)
     meter.mark_base(module)
-    engine = build_engine(plan, module, device=CPU)
-    model = engine.parallelize()
+    engine = Engine(plan, module, device=CPU)
+    model = engine.apply()
     optimizer = module.configure_optimizers()
     engine.attach_optimizers([optimizer])
     release_free_memory()
@@ -137,7 +137,6 @@ def measure(rank: int, family: str, plan: ParallelPlan, limited: bool, steps: in
     for index in range(warmup + steps):
         meter.reset_peak()
         start = time.perf_counter()
-        engine.before_forward()
         loss: Tensor = model(batches[index % 2])
         optimizer.zero_grad()
         loss.backward()

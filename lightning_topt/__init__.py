@@ -1,6 +1,6 @@
 """PyTorch Lightning plugins that make distributed training fast.
 
-    LightningModule + batch -> graph -> costs -> frontier -> plan -> execution -> plugins (what a Trainer takes) -> cli
+    LightningModule + batch -> graph -> costs -> techniques -> frontier -> plan -> execution -> plugins -> cli
 
 A stage may import what earlier stages produce, never what later ones do; `communication` (the exchange of gradients),
 `optim` (the shared optimizer step) and `data` (caches of samples) stand beside them. Importing this package registers the

@@ -79,7 +79,12 @@ class CompressedExchange:
             raise ValueError("this exchange is registered already: make one per DistributedDataParallel module")
         check_equal_options(self.options, topology=self.topology)
         self._module = ModuleExchange(
-            ddp.module, self.options, topology=self.topology, device=self.device, name=self._name
+            ddp.module,
+            self.options,
+            topology=self.topology,
+            device=self.device,
+            name=self._name,
+            ignored=ddp.parameters_to_ignore,
         )
         ddp.register_comm_hook(state=self, hook=_hook)
         if self._loaded is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,14 +43,23 @@ class _Step:
 class ModuleExchange:
     """Exchanges the gradients of one module. Making one is a collective call; `name` is unused so far and alike on all ranks.
 
+    Parameters named in `ignored` are somebody else's.
+
     Methods are called from the training (autograd) thread, except where they say otherwise.
     """
 
     def __init__(
-        self, module: nn.Module, options: ExchangeOptions, *, topology: Topology, device: torch.device, name: str
+        self,
+        module: nn.Module,
+        options: ExchangeOptions,
+        *,
+        topology: Topology,
+        device: torch.device,
+        name: str,
+        ignored: Collection[str] = (),
     ) -> None:
         self.options, self.topology = options, topology
-        self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
         self.names = {id(parameter): n for n, parameter in self.parameters.items()}
         self.exempt = exempt_names(module, options.exempt if options.method in READ_BY["exempt"] else ())
         self.groups = make_exchange_groups(options, topology=topology)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
-from lightning_topt.execution.engine import ShardedEngine, build_engine
+from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import MemoryMeter, release_free_memory
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
@@ -42,7 +42,10 @@ from lightning_topt.plugins.read_options import (
     read_plan_option,
 )
 from lightning_topt.plugins.run_plan import decide_plan
+from lightning_topt.plugins.sharded_clipping import clip_sharded
 from lightning_topt.plugins.step_monitor import StepMonitor
+from lightning_topt.techniques.data_parallel import register_hook, wrap_in_ddp
+from lightning_topt.techniques.technique import RunOptions
 
 
 class AutoParallelStrategy(EngineCheckpoints):
@@ -114,6 +117,7 @@ class AutoParallelStrategy(EngineCheckpoints):
         self.memory_meter: MemoryMeter | None = None
         self._waits_for_batch = False
         self._failed = False
+        self._unclip: Callable[[], None] = lambda: None
 
     # ---- life cycle -----------------------------------------------------------------------------------------------
 
@@ -201,14 +205,14 @@ class AutoParallelStrategy(EngineCheckpoints):
         if not plan.keeps_gradients_whole:
             self.model = module
             release_free_memory()  # DDP's buckets
-        topology = Topology(self.num_nodes, self.world_size // self.num_nodes, self.global_rank)
-        nonfinite = "error" if self._scaler is None else "skip"
-        device, wrap = self.root_device, self._wrap_ddp
-        self._engine = build_engine(plan, module, device=device, wrap=wrap, topology=topology, nonfinite=nonfinite)
-        self.model = self._engine.parallelize()
+        wrapped = self.model if isinstance(self.model, DistributedDataParallel) else None
+        self._engine = Engine(plan, module, device=self.root_device, options=self._run_options())
+        self.model = self._engine.apply(wrapped=wrapped)
         self._open_exchange(self._engine.exchange)
         if self.exchange is not None:
             add_monitor(trainer)
+        if self._engine.has_shards:
+            self._unclip = clip_sharded(self.precision_plugin, device=self.root_device)
         module.to(self.root_device)
         self._running = True
 
@@ -220,13 +224,6 @@ class AutoParallelStrategy(EngineCheckpoints):
         self._engine.attach_optimizers(self.optimizers)
         self._load_resumed()
 
-    def _wrap_ddp(self, module: nn.Module) -> nn.Module:
-        if not isinstance(self.model, DistributedDataParallel):
-            self.model_to_device()
-            super().configure_ddp()
-        assert self.model is not None
-        return self.model
-
     @override
     def configure_ddp(self) -> None:
         if not self._holds_back:
@@ -235,27 +232,36 @@ class AutoParallelStrategy(EngineCheckpoints):
         assert self.model is not None
         _sync_module_states(self.model)  # all that DDP would do by now, but for the memory of gradients
 
+    def _run_options(self) -> RunOptions:
+        """What Lightning's DDPStrategy would make of its options."""
+        automatic = self.lightning_module is not None and self.lightning_module.automatic_optimization
+        hook = self._ddp_comm_hook
+        if hook is not None and self._ddp_comm_wrapper is not None:
+            hook = self._ddp_comm_wrapper(hook)
+        return RunOptions(
+            ddp={"gradient_as_bucket_view": True, **self._ddp_kwargs} if automatic else self._ddp_kwargs,
+            hook=hook,
+            hook_state=self._ddp_comm_state,
+            topology=Topology(self.num_nodes, self.world_size // self.num_nodes, self.global_rank),
+            nonfinite="error" if self._scaler is None else "skip",
+        )
+
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        options = self._ddp_kwargs
-        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
-            self._ddp_kwargs = {"gradient_as_bucket_view": True, **options}
-        try:
-            return super()._setup_model(model)
-        finally:
-            self._ddp_kwargs = options
+        return wrap_in_ddp(model, device=self.root_device, arguments=self._run_options().ddp)
 
     @override
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them on gloo too.
-        if self._ddp_comm_hook is not None and self.root_device.type != "cuda":
-            assert isinstance(self.model, DistributedDataParallel)
-            hook = (
-                self._ddp_comm_hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(self._ddp_comm_hook)
-            )
-            self.model.register_comm_hook(state=self._ddp_comm_state, hook=hook)
-            return
-        super()._register_ddp_hooks()
+        assert isinstance(self.model, DistributedDataParallel)
+        options = self._run_options()
+        register_hook(self.model, options.hook, options.hook_state)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with super().block_backward_sync() if self._engine is None or not self._running else self._engine.no_sync():
+            yield
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -265,7 +271,8 @@ class AutoParallelStrategy(EngineCheckpoints):
     @override
     def teardown(self) -> None:
         self._waits_for_batch = False
-        if self._failed and isinstance(self._engine, ShardedEngine):
+        self._unclip()
+        if self._failed and self._engine is not None and self._engine.has_shards:
             # The other ranks may be anywhere: collecting the parameters could wait for them. They stay in shards.
             self._running = False
         if self._engine is not None and self._running:
@@ -284,12 +291,6 @@ class AutoParallelStrategy(EngineCheckpoints):
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._running and self._engine is not None:
-            self._engine.before_forward()
-        return super().training_step(*args, **kwargs)
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._evaluation():
             return super().validation_step(*args, **kwargs)
@@ -306,10 +307,9 @@ class AutoParallelStrategy(EngineCheckpoints):
 
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:
-        if not (self._running and isinstance(self._engine, ShardedEngine)):
+        if self._engine is None or not self._engine.has_shards:
             yield
             return
-        self._engine.before_forward()
         # Parameters gathered in inference mode would be inference tensors, which the next training step cannot update.
         with torch.inference_mode(False), torch.no_grad():
             yield

@@ -1,1 +1,1 @@
-"""Ways to place blocks on a mesh: what each makes legal, what that costs, and how it is applied and undone."""
+"""Ways of training a model on several ranks, one file each: what is legal, what that costs, how it is applied and undone."""

@@ -1,17 +1,19 @@
-"""Sharded gradients (ZeRO level 2) and parameters (level 3) over all data axes, through torch's FSDP2."""
+"""Sharded gradients, and parameters, over all ranks (ZeRO levels 2 and 3), through torch's FSDP2."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from typing_extensions import override
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import ROOT, shard_share
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.techniques.fsdp_blocks import shard_blocks
 from lightning_topt.techniques.fsdp_costs import (
     ShardedBlock,
     add_fsdp_seconds,
@@ -20,15 +22,33 @@ from lightning_topt.techniques.fsdp_costs import (
     plan_lifetimes,
     shard_lifetimes,
 )
-from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours, Technique
+from lightning_topt.techniques.technique import (
+    ALONE,
+    Applied,
+    BlockSeconds,
+    Neighbours,
+    ParallelModel,
+    Technique,
+    has_only_data_axes,
+)
 
 
 class FullSharding(Technique):
-    """Gradients, optimizer state and (level 3) parameters sharded over all data axes."""
+    """Gradients, and at level 3 parameters, are sharded along all data axes."""
+
+    @property
+    @override
+    def name(self) -> str:
+        return "full sharding"
 
     @override
-    def places(self, config: OpConfig, mesh: Mesh) -> bool:
-        return config.storage.level >= 2 and config.storage.sharded_axes("gradients") == mesh.data_axes
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        sharded = [Storage.zero(level, axes=len(mesh.axes), over=mesh.data_axes) for level in (2, 3)]
+        return frozenset({"storage"}) if has_only_data_axes(mesh) and config.storage in sharded else frozenset()
+
+    @override
+    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
+        return None
 
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
@@ -42,6 +62,10 @@ class FullSharding(Technique):
         return [OpConfig.zero(level, axes=len(mesh.axes), over=mesh.data_axes) for level in levels]
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    @override
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        return bool(self.claims(config, step.mesh))
 
     @override
     def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
@@ -65,6 +89,13 @@ class FullSharding(Technique):
     @override
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
         return shard_share(parameter, step.mesh.data_parallel_size)
+
+    # ---- how it is applied -------------------------------------------------------------------------------------------
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        blocks = model.blocks_of(self)
+        return shard_blocks(model, blocks, mesh=model.device_mesh(inner=model.mesh.size)) if blocks else None
 
 
 def sharded_block(step: TrainingStep, block: str, config: OpConfig, beside: Neighbours = ALONE) -> ShardedBlock:

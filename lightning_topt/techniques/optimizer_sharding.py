@@ -1,35 +1,59 @@
-"""Sharded optimizer state (ZeRO level 1): each parameter is updated by one rank, which then sends it to the others.
+"""Sharded optimizer state (ZeRO level 1): whole gradients, averaged as in data parallelism; each rank updates its share.
 
-Parameters go whole to ranks by longest processing time first (`optim.assign`), through `optim.ParallelStep`. A block counts
-an even share of its state and update; what the busiest rank of a plan has above that is the plan's.
+Parameters are divided whole, longest processing time first; a rank's step updates its own and sends them to the others
+(`optim.ParallelStep`). A block counts an even share of its state and update; what the busiest rank of a plan has above that is
+the plan's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.costs.update import temporaries_seconds
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.graph.ownership import assign_owners
+from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
+from lightning_topt.optim.pieces import Piece, num_rows
 from lightning_topt.techniques.data_parallel import add_reduction, whole_gradient_lifetimes
-from lightning_topt.techniques.technique import BlockSeconds, Neighbours, Technique
+from lightning_topt.techniques.technique import (
+    Applied,
+    BlockSeconds,
+    Neighbours,
+    ParallelModel,
+    Technique,
+    has_only_data_axes,
+)
 
 _SMALL_BYTES = 1 << 20  # parameters below it are broadcast together (optim.gather)
 
 
 class OptimizerSharding(Technique):
-    """Whole parameters and gradients, optimizer state sharded over all data axes."""
+    """The optimizer state is sharded along all data axes."""
+
+    @property
+    @override
+    def name(self) -> str:
+        return "sharded optimizer state"
 
     @override
-    def places(self, config: OpConfig, mesh: Mesh) -> bool:
-        return config.storage.level == 1 and config.storage.sharded_axes("optimizer_state") == mesh.data_axes
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        sharded = Storage.zero(1, axes=len(mesh.axes), over=mesh.data_axes)
+        return frozenset({"storage"}) if has_only_data_axes(mesh) and config.storage == sharded else frozenset()
+
+    @override
+    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
+        return None
 
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
@@ -41,6 +65,10 @@ class OptimizerSharding(Technique):
         return [OpConfig.zero(1, axes=len(mesh.axes), over=mesh.data_axes)]
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    @override
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        return bool(self.claims(config, step.mesh))
 
     @override
     def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
@@ -71,6 +99,23 @@ class OptimizerSharding(Technique):
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
         return 1.0
 
+    # ---- how it is applied -------------------------------------------------------------------------------------------
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        names = {
+            name: parameter
+            for block in model.blocks_of(self)
+            for name, parameter in model.parameters[block].items()
+            if parameter.requires_grad
+        }
+        if not names:
+            return None
+        once = {parameter: name for name, parameter in reversed(names.items())}
+        owner = assign_owners({name: p.numel() for p, name in once.items()}, model.mesh.size)
+        owners: dict[Tensor, int] = {parameter: owner[name] for parameter, name in once.items()}
+        return Applied(undo=lambda: None, attach=lambda optimizer: _share_step(optimizer, owners))
+
 
 def _excess(step: TrainingStep, blocks: Collection[str], loads: Mapping[str, float]) -> float:
     """The largest sum of `loads` (by parameter name) over what one rank updates of `blocks`, above the average."""
@@ -79,3 +124,12 @@ def _excess(step: TrainingStep, blocks: Collection[str], loads: Mapping[str, flo
     for name, rank in assign_owners({p.name: p.numel for p in parameters if p.trainable}, len(totals)).items():
         totals[rank] += loads[name]
     return max(totals) - sum(loads[p.name] for p in parameters) / len(totals)
+
+
+def _share_step(optimizer: Optimizer, owners: Mapping[Tensor, int]) -> ParallelStep | None:
+    pieces = [
+        Piece(index, 0, num_rows(parameter), owners[parameter])
+        for index, parameter in enumerate(parameters_of(optimizer))
+        if parameter in owners
+    ]
+    return install_parallel_step(optimizer, pieces=pieces) if pieces else None

@@ -10,7 +10,7 @@ exchanges, which start after its backward and run one after another beside the b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.costs.update import temporary_bytes
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block
-from lightning_topt.techniques.registry import TECHNIQUES, techniques_of
+from lightning_topt.techniques.registry import TECHNIQUES, technique_of
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours, Technique
 
 Configs = Mapping[str, OpConfig]
@@ -41,17 +41,16 @@ class PlanCosts:
     def configs(self, block: Block) -> list[OpConfig]:
         """Return the configurations of `block` that some technique makes legal."""
         found: list[OpConfig] = []
-        for technique in TECHNIQUES:
+        for technique in reversed(TECHNIQUES):
             found += technique.configs(self.step, block, tuple(found))
-        return found
+        return sorted(found, key=_simplicity)
 
     def check(self, configs: Configs) -> None:
         """Raise ValueError when a block has no configuration, or one that no technique places on this mesh."""
         if missing := [block.name for block in self.step.graph.blocks if block.name not in configs]:
             raise ValueError(f"the plan has no configuration for the blocks {missing}")
-        for name, config in configs.items():
-            if not techniques_of(replace(config, recompute=False), self.step.mesh):
-                raise ValueError(f"no technique places block {name!r} as {config.storage} on {self.step.mesh.names}")
+        for config in configs.values():
+            technique_of(config, self.step.mesh)  # raises
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -97,8 +96,7 @@ class PlanCosts:
         """Yield what the blocks of a plan keep together, and what every plan keeps."""
         step, phases = self.step, self.step.phases
         yield phases.always("buffers and batch", step.graph.buffer_bytes + step.graph.input_bytes.at(step.batch_size))
-        process = step.cluster.device.process_bytes
-        yield phases.always("process", process + (step.exchange_model.process_bytes if step.exchange_model else 0))
+        yield phases.always("process", step.cluster.device.process_bytes)
         temporaries = [self._temporaries(name, config) for name, config in configs.items()]
         largest, together = max(each[0] for each in temporaries), sum(each[1] for each in temporaries)
         yield Lifetime("temporaries", max(largest, together), UPDATE, UPDATE)
@@ -182,7 +180,7 @@ class PlanCosts:
 
     def _techniques(self, config: OpConfig) -> tuple[Technique, ...]:
         if config not in self._placed:
-            self._placed[config] = techniques_of(config, self.step.mesh)
+            self._placed[config] = tuple(t for t in TECHNIQUES if t.takes_part(self.step, config))
         return self._placed[config]
 
     @cached_property
@@ -222,6 +220,12 @@ class PlanCosts:
     @cached_property
     def _times(self) -> dict[tuple[str, OpConfig], Array]:
         return {}
+
+
+def _simplicity(config: OpConfig) -> tuple[bool, bool, int]:
+    storage = config.storage
+    hybrid = 0 < len(storage.sharded_axes("optimizer_state")) < len(storage.parameters)
+    return config.recompute, hybrid, storage.level
 
 
 def _finish(times: Array) -> float:

@@ -1,23 +1,116 @@
-"""What a technique is: one way to place blocks on a mesh, in one file with three faces.
+"""What every technique is to the planner and the engine, which share the registry of techniques and nothing else.
 
-    face                  methods
-    what is legal         configs, places
-    what it costs         lifetimes, plan_lifetimes, add_seconds, plan_seconds, update_share
+A technique takes care of some entries of an `OpConfig` (its storage, its recomputation, ...), in one file with three faces:
 
-The planner and the engine share the registry of techniques (`techniques.registry`) and nothing else.
+    what is legal            claims, check, configs
+    what it costs            takes_part, lifetimes, plan_lifetimes, add_seconds, plan_seconds, update_share
+    how it is applied        apply, which returns how to undo it
+
+Adding one takes its own file and one line of the registry.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.optim.parallel_step import ParallelStep
+
+NO_ARGUMENTS: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run brings besides its plan.
+
+    `ddp` are arguments of torch's DistributedDataParallel; `hook` with its `hook_state` is the user's communication hook for
+    it. `topology` (None: from the environment) and `nonfinite` (see `ExchangeOptions`) are for the plan's gradient exchange.
+    """
+
+    ddp: Mapping[str, Any] = field(default_factory=lambda: {"gradient_as_bucket_view": True})
+    hook: Callable[..., Any] | None = None
+    hook_state: Any = None
+    topology: Topology | None = None
+    nonfinite: str = "error"
+
+
+@dataclass
+class ParallelModel:
+    """A module while techniques are applied to it, in the order of the registry.
+
+    `configs` has the placement of every block by its name (``""``: all outside the named ones), `parameters` the module's own
+    parameters by block and name (all names of a tied one). `root` is what forward is to be called through: techniques replace
+    it by a wrapper around it.
+    """
+
+    module: nn.Module
+    mesh: Mesh
+    configs: Mapping[str, OpConfig]
+    parameters: Mapping[str, Mapping[str, nn.Parameter]]
+    device: torch.device
+    root: nn.Module
+    exchange: ExchangeOptions | None = None
+    options: RunOptions = field(default_factory=RunOptions)
+
+    def blocks_of(self, technique: Technique) -> list[str]:
+        """Return the names of the blocks that `technique` takes care of something of."""
+        return [name for name, config in self.configs.items() if technique.claims(config, self.mesh)]
+
+    def parameters_where(self, condition: Callable[[OpConfig], bool]) -> dict[str, nn.Parameter]:
+        """Return the parameters of the blocks whose placement meets `condition`, by all their names."""
+        chosen = [self.parameters[block] for block, config in self.configs.items() if condition(config)]
+        return {name: parameter for of_block in chosen for name, parameter in of_block.items()}
+
+    def device_mesh(self, *, inner: int) -> DeviceMesh:
+        """Return all ranks as a mesh of the module's device: rows of `inner` neighbours, one dim where one row has them all.
+
+        A collective call. Its groups are its own: collective calls of two techniques may then run in any order.
+        """
+        world_size = dist.get_world_size()
+        ranks = torch.arange(world_size)
+        if inner == world_size:
+            return DeviceMesh.from_group(dist.new_group(), self.device.type, mesh_dim_names=("data",))
+        names = ("data_replicate", "data_shard")
+        return DeviceMesh(self.device.type, ranks.view(-1, inner), mesh_dim_names=names)
+
+
+def _leave_alone(_: Optimizer) -> ParallelStep | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a technique did to a model. All members are collective calls where the technique communicates.
+
+    `undo` gives the module back as it was, in reverse order of application. `replaced` has the parameter in the place of each
+    original one. `attach` makes the step of an optimizer over the parameters follow, and returns the step that shares it over
+    ranks, if there is one. Within `no_sync` gradients are accumulated and their exchange left to a later backward, where that
+    helps. `reshard` releases gathered parameters.
+    """
+
+    undo: Callable[[], None]
+    replaced: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    attach: Callable[[Optimizer], ParallelStep | None] = _leave_alone
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    reshard: Callable[[], None] = lambda: None
+    exchange: CompressedExchange | None = None
 
 
 @dataclass
@@ -52,11 +145,20 @@ ALONE = Neighbours()
 
 
 class Technique(ABC):
-    """One way to treat the blocks of a model on a mesh."""
+    """One way of training a model on several ranks."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What people call it."""
 
     @abstractmethod
-    def places(self, config: OpConfig, mesh: Mesh) -> bool:
-        """Return whether `config` on `mesh` is (also) this technique's business."""
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        """Return the entries of `config` that the technique takes care of on `mesh`: ``"storage"``, ``"recompute"``, ..."""
+
+    @abstractmethod
+    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
+        """Raise ValueError for what the technique cannot do in a plan of these blocks."""
 
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
@@ -65,6 +167,10 @@ class Technique(ABC):
         """Return the configurations that it makes legal for `block`, beside those of earlier techniques, `so_far`."""
 
     # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        """Return whether it adds to the costs of blocks under `config`."""
 
     @abstractmethod
     def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
@@ -85,3 +191,19 @@ class Technique(ABC):
     @abstractmethod
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
         """Return the largest share of `parameter` that one rank updates at once, as far as this technique decides it."""
+
+    # ---- how it is applied -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def apply(self, model: ParallelModel) -> Applied | None:
+        """Do its part of the plan to `model`, in place; None where it has none. A collective call."""
+
+
+def has_whole_gradients(config: OpConfig) -> bool:
+    """Return whether every rank holds the whole gradients after the backward pass."""
+    return not config.storage.sharded_axes("gradients")
+
+
+def has_only_data_axes(mesh: Mesh) -> bool:
+    """Return whether the batch is split along every axis of `mesh`."""
+    return len(mesh.data_axes) == len(mesh.axes)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_topt.execution.engine import build_engine
+from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, uniform_plan
 from tests.launch import run_ranks
@@ -92,13 +92,12 @@ def train(rank: int, plan: ParallelPlan, optimizer_name: str) -> tuple[Any, ...]
     module = Net()
     names = list(dict(module.named_parameters()))
     originals = dict(module.named_parameters())
-    engine = build_engine(plan, module, device=CPU)
-    model = engine.parallelize()
+    engine = Engine(plan, module, device=CPU)
+    model = engine.apply()
     optimizer = OPTIMIZERS[optimizer_name](module.parameters())
     engine.attach_optimizers([optimizer])
     losses = []
     for batch in data():
-        engine.before_forward()
         loss = model(batch.chunk(WORLD)[rank])
         optimizer.zero_grad()
         loss.backward()
@@ -158,14 +157,13 @@ def test_optimizer_state_is_divided() -> None:
 def resume(rank: int, plan: ParallelPlan, module_state: dict[str, Any], optimizer_state: dict[str, Any]) -> Any:
     module = Net()
     module.load_state_dict(module_state)
-    engine = build_engine(plan, module, device=CPU)
-    model = engine.parallelize()
+    engine = Engine(plan, module, device=CPU)
+    model = engine.apply()
     optimizer = OPTIMIZERS["adamw"](module.parameters())
     engine.attach_optimizers([optimizer])
     engine.load_optimizer_state(optimizer, copy.deepcopy(optimizer_state))
     engine.load_module_state(module_state)
     for batch in data():
-        engine.before_forward()
         optimizer.zero_grad()
         model(batch.chunk(WORLD)[rank]).backward()
         optimizer.step()
@@ -201,7 +199,7 @@ def bad_plans(rank: int) -> list[str]:
     ]
     for plan in plans:
         with pytest.raises(PlanError) as error:
-            build_engine(plan, Net(), device=CPU).parallelize()
+            Engine(plan, Net(), device=CPU).apply()
         messages.append(str(error.value))
     return messages
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from lightning_topt.communication.collectives import reduce_scatter_into
-from lightning_topt.costs.memory import StepMemory
+from lightning_topt.costs.sizes import gloo_workspace
 from lightning_topt.execution import memory
 from lightning_topt.execution.allocator import return_freed_memory
 from lightning_topt.execution.memory import MemoryMeter, release_free_memory
-from tests.costs.graphs import profile_of, random_graph
 from tests.launch import run_ranks
 
 MIB = 2**20
@@ -119,6 +118,5 @@ def reduce_peak(rank: int, size: int) -> int | None:
 @linux
 @pytest.mark.parametrize("size", [4 * MIB, 32 * MIB])
 def test_a_reduce_scatter_takes_what_the_cost_model_says(size):
-    model = StepMemory(random_graph(0), profile_of(random_graph(0)), "sharded", 1, 2, "gloo")
     for peak in run_ranks(reduce_peak, 2, size):
-        assert peak == pytest.approx(model.reduce_workspace(size), rel=0.1)
+        assert peak == pytest.approx(gloo_workspace(size, world_size=2), rel=0.1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.execution.engine import build_engine
+from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
@@ -226,8 +226,8 @@ def plain(rank: int) -> Any:
     plan = ParallelPlan.of_blocks(
         (BlockPlan("", OpConfig.zero(1)),), mesh=2, gradient_exchange=ExchangeOptions(density=0.2)
     )
-    engine = build_engine(plan, module, device=torch.device("cpu"))
-    model = engine.parallelize()
+    engine = Engine(plan, module, device=torch.device("cpu"))
+    model = engine.apply()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine.attach_optimizers([optimizer])
     for _ in range(4):

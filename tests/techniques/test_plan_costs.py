@@ -153,7 +153,7 @@ def test_what_is_not_allowed():
     with pytest.raises(ValueError, match="no configuration"):
         explained(graph, {"": OpConfig.zero(0)}, **given)
     outer = {b.name: OpConfig.zero(2, axes=2, over=[0]) for b in graph.blocks}
-    with pytest.raises(ValueError, match="no technique places"):
+    with pytest.raises(ValueError, match="no technique of this release keeps"):
         explained(graph, outer, **{**given, "mesh": hybrid_mesh(2, 1)})
 
 

@@ -1,0 +1,143 @@
+"""An optimizer that follows a plan: its step, and its state in shards or whole, also once the plan is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_topt.execution.gathered_state import follow_parameters, gather_parameter_states, place_optimizer_state
+from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.local_step import install_local_step
+from lightning_topt.optim.parallel_step import ParallelStep
+
+State = dict[str, Any]
+
+
+@final
+class AttachedOptimizer:
+    """An optimizer that was built over the module, before or after the plan was applied to it.
+
+    `replaced` has the parameter in the place of each original one, `attach` what techniques do to optimizers. Parameters are
+    counted as ``Optimizer.state_dict`` does. Methods are collective calls, but for `load`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        replaced: Mapping[Tensor, Tensor],
+        attach: Sequence[Callable[[Optimizer], ParallelStep | None]] = (),
+    ) -> None:
+        self.optimizer, self._replaced = optimizer, replaced
+        if replaced:
+            follow_parameters(optimizer, replaced)
+        steps = [step for install in attach if (step := install(optimizer)) is not None]
+        assert len(steps) <= 1, "two techniques share the step of one optimizer"
+        self.parallel_step = steps[0] if steps else None
+        self._local_step = install_local_step(optimizer)
+        self._sharded = [i for i, p in enumerate(parameters_of(optimizer)) if isinstance(p, DTensor)]
+        self._kept: dict[int, State] | None = None  # of sharded parameters, once released
+        self._on_host: dict[int, State] | None = None  # of sharded parameters, whole on rank 0
+
+    def full_state(self) -> State:
+        """Return the ``state_dict`` of one process on rank 0; other ranks may return a part."""
+        whole = self._on_host if self._on_host is not None else gather_parameter_states(self._shards())
+        with self._without_shards():
+            if self.parallel_step is not None:
+                self.parallel_step.consolidate_state_dict()
+            elif not self._sharded:
+                return self.optimizer.state_dict()
+            if dist.get_rank() != 0:
+                return {}
+            rest = self.optimizer.state_dict() if self.parallel_step is None else self.parallel_step.state_dict()
+        others = {i: {k: _to_host(v) for k, v in values.items()} for i, values in rest["state"].items()}
+        return {**rest, "state": dict(sorted({**others, **whole}.items()))}
+
+    def own_state(self) -> State:
+        """Return the ``state_dict`` of what this rank keeps: DTensors, whole tensors, and states of its share of parameters."""
+        own = dict(self._shards())
+        for index, parameter in enumerate(parameters_of(self.optimizer)):
+            if index not in own and parameter in self.optimizer.state:
+                own[index] = dict(self.optimizer.state[parameter])
+        if self.parallel_step is not None:
+            own.update(self.parallel_step.own_states())
+        return {"state": own, "param_groups": _groups(self.optimizer)}
+
+    def keeps(self, index: int) -> bool:
+        """Return whether this rank keeps (a shard of) the state of the parameter with this index."""
+        return self.parallel_step is None or self.parallel_step.keeps(index)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over a whole state, or one of DTensors placed as the parameters are; each rank keeps its part."""
+        self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state))
+
+    def to_host(self) -> None:
+        """Take the state off the device for good: `full_state` still returns it."""
+        self._on_host = gather_parameter_states(self._shards())
+        for values in self.optimizer.state.values():
+            values.update({k: v.cpu() for k, v in values.items() if isinstance(v, Tensor) and not _is_shard(v)})
+
+    def release(self) -> None:
+        """Give the optimizer its own step and parameters back, before techniques are undone; its shards are kept here."""
+        if self._local_step is not None:
+            self._local_step.detach()
+        if self.parallel_step is not None:
+            self.parallel_step.detach()
+        self._kept = self._shards() if self._on_host is None else {}
+        for parameter in parameters_of(self.optimizer):
+            if isinstance(parameter, DTensor):
+                self.optimizer.state.pop(parameter, None)
+        follow_parameters(self.optimizer, {new: original for original, new in self._replaced.items()})
+
+    def give_back(self) -> None:
+        """Give an optimizer that is used again after `release` the whole states of sharded parameters, on every rank."""
+        assert self._kept is not None, "release() comes first"
+        whole = gather_parameter_states(self._kept, everywhere=True)
+        if self._on_host is not None:
+            box = [self._on_host]
+            dist.broadcast_object_list(box, 0)
+            whole = box[0]
+        parameters = parameters_of(self.optimizer)
+        for index, values in whole.items():
+            self.optimizer.state[parameters[index]] = values
+        self._sharded, self._kept, self._on_host = [], None, None
+
+    def _shards(self) -> dict[int, State]:
+        """The states of sharded parameters by index, as DTensors."""
+        if self._kept is not None:
+            return self._kept
+        parameters, state = parameters_of(self.optimizer), self.optimizer.state
+        return {index: dict(state[parameters[index]]) for index in self._sharded if parameters[index] in state}
+
+    @contextmanager
+    def _without_shards(self) -> Generator[None, None, None]:
+        parameters, state = parameters_of(self.optimizer), self.optimizer.state
+        taken = {p: state.pop(p) for p in (parameters[i] for i in self._sharded) if p in state}
+        try:
+            yield
+        finally:
+            state.update(taken)
+
+
+def _is_shard(value: Any) -> bool:
+    return isinstance(value, DTensor)
+
+
+def _to_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _groups(optimizer: Optimizer) -> list[State]:
+    """As ``Optimizer.state_dict`` writes them: with the indices of parameters."""
+    groups, start = [], 0
+    for group in optimizer.param_groups:
+        indices = list(range(start, start + len(group["params"])))
+        start += len(indices)
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": indices})
+    return groups

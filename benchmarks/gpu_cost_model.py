@@ -230,7 +230,9 @@ GPUs of one node (VIA-Research/vTrain, a sample of `ground_truth_single.csv`), f
 mean of {SPLITS} splits. Error: mean of |predicted / measured - 1|. Regret: how much slower the plan of a job that is
 predicted to be the quickest is than the quickest, over jobs with several plans among the tested rows; tau over the same.
 
-{machine()} (which only fits)
+The fit ran on
+
+{machine()}
 
 {tables(rows)}
 """

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning_topt.costs.cluster import Cluster, Device
 from lightning_topt.costs.collective_curves import CollectiveCurve
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
-from lightning_topt.costs.framework import measure_framework, measure_sharded_call
+from lightning_topt.costs.framework import measure_framework, measure_launch, measure_sharded_call
 from lightning_topt.costs.global_state import kept_global_state
 from lightning_topt.costs.groups import Group, mesh_groups
 from lightning_topt.costs.measured_links import collective_timers, curve, fit_link, measure_overlap, process_groups
@@ -144,13 +144,14 @@ def _device_parts(device: torch.device, *, budget_seconds: float) -> dict[str, C
         overhead = time_call(lambda: tiny.add_(1), device=device, budget_seconds=0.2 * budget_seconds)
         return {"call": average([overhead])[0]}
 
-    def framework() -> dict[str, float]:
+    def host() -> dict[str, float]:
+        if device.type != "cpu":
+            return {"launch": average([measure_launch(device, budget_seconds=0.2 * budget_seconds)])[0]}
         kernel = measure_framework(device, budget_seconds=0.2 * budget_seconds)
         sharded = measure_sharded_call(device, budget_seconds=0.1 * budget_seconds)
         return dict(zip(("kernel", "sharded"), average([kernel, max(sharded, 1e-9)]), strict=True))
 
-    parts = {"products": products, "copies": copies, "small": small}
-    return {**parts, "framework": framework} if device.type == "cpu" else parts
+    return {"products": products, "copies": copies, "small": small, "host": host}
 
 
 def _seconds_per_flop(dtype: torch.dtype, device: torch.device, *, budget_seconds: float) -> float:
@@ -175,8 +176,9 @@ def _device(device: torch.device, times: Mapping[Any, Mapping[Any, float]]) -> D
         flops={str(dtype): 1 / seconds for dtype, seconds in times["products"].items()},
         memory_bandwidth=1 / times["copies"]["byte"],
         op_overhead_seconds=times["small"]["call"],
-        framework_seconds=times["framework"]["kernel"] if "framework" in times else 0.0,
-        sharded_call_seconds=times["framework"]["sharded"] if "framework" in times else 0.0,
+        framework_seconds=times["host"].get("kernel", 0.0),
+        sharded_call_seconds=times["host"].get("sharded", 0.0),
+        launch_seconds=times["host"].get("launch", 0.0),
         process_bytes=_CPU_PROCESS_BYTES if device.type == "cpu" else 0,
     )
 

@@ -43,7 +43,8 @@ class Device:
     `process_bytes` is what a training rank keeps beside tensors (on CPUs: objects, buffers of libraries), `price_per_hour`
     in any currency. `page_fault_seconds_per_byte` is what a byte costs that is taken anew from the operating system, which
     plans under a memory limit do for every tensor on CPUs (`execution.allocator`), `framework_seconds` what a kernel of a
-    step costs beyond itself where the host does not run ahead of the device: modules, autograd, Python (CPUs), and
+    step costs beyond itself where the host does not run ahead of the device: modules, autograd, Python (CPUs),
+    `launch_seconds` what the host takes for a kernel of a step where it does (accelerators), and
     `sharded_call_seconds` what a call of an optimizer costs beyond itself where its parameters are sharded.
     """
 
@@ -57,6 +58,7 @@ class Device:
     page_fault_seconds_per_byte: float = 0.0
     framework_seconds: float = 0.0
     sharded_call_seconds: float = 0.0
+    launch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -211,6 +213,7 @@ def _device(data: Any, *, name: str) -> Device:
         page_fault_seconds_per_byte=entries.take("page_fault_seconds_per_byte", number, 0.0),
         framework_seconds=entries.take("framework_seconds", parse_seconds, 0.0),
         sharded_call_seconds=entries.take("sharded_call_seconds", parse_seconds, 0.0),
+        launch_seconds=entries.take("launch_seconds", parse_seconds, 0.0),
         price_per_hour=entries.take("price_per_hour", number, None),
     )
     entries.finish()

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from lightning_topt.graph.mesh_axes import Mesh
 
+_MOST_GROUPS = 32
+
 
 @dataclass(frozen=True)
 class Group:
@@ -64,9 +66,13 @@ def ranks_of_groups(group: Group, world_size: int) -> list[list[int]]:
 
 
 def mesh_groups(ranks: int, *, devices_per_node: int) -> tuple[Group, ...]:
-    """Return the groups of all ranks, and of every outer x inner mesh whose inner axis divides a node or is made of nodes."""
+    """Return the groups of all ranks, and of every outer x inner mesh whose inner axis divides a node or is made of nodes.
+
+    Kinds of more than 32 groups are left out, since it takes long to make so many, but for those of a node's ranks.
+    """
     found = {Group(ranks): None}
     for inner in range(2, ranks):
         if ranks % inner == 0 and (devices_per_node % inner == 0 or inner % devices_per_node == 0):
-            found |= {Group(inner): None, Group(ranks // inner, inner): None}
+            kinds = Group(inner), Group(ranks // inner, inner)
+            found |= {k: None for k in kinds if inner == devices_per_node or ranks // k.size <= _MOST_GROUPS}
     return tuple(found) if ranks > 1 else ()

@@ -57,10 +57,9 @@ class Measurements:
         directory: Path | None,
         refreshed: float | None,
         progress: Progress | None,
-        conditions: str,
     ) -> None:
         self.setup, self.device, self.entries, self.directory = setup, device, entries, directory
-        self._refreshed, self._progress, self._conditions = refreshed, progress, conditions
+        self._refreshed, self._progress = refreshed, progress
 
     @classmethod
     def open(
@@ -71,17 +70,15 @@ class Measurements:
         refresh: bool = False,
         directory: Path | str | None = None,
         progress: Progress | None = None,
-        conditions: str = "",
     ) -> Measurements:
         """Read what is stored for this set-up, not older than 30 days. Collective.
 
         Args:
             device: what ranks train on.
             num_nodes: how many machines the ranks are on.
-            refresh: measure everything again; what is stored, under all conditions, is dropped with the next `save`.
+            refresh: measure everything again; what is stored is dropped with the next `save`.
             directory: where the files are; by default ``lightning_topt/measurements`` in the user's cache directory.
             progress: called on rank 0 with a short line before anything that takes longer than a blink.
-            conditions: what the caller has changed that measurements depend on, such as the allocator.
 
         A file that is damaged or belongs to another user is not used, with a warning on rank 0.
         """
@@ -95,13 +92,7 @@ class Measurements:
 
         entries = from_rank_0(on_all_ranks(read))
         refreshed = time.time() if refresh else None
-        options: dict[str, Any] = {
-            "directory": folder,
-            "refreshed": refreshed,
-            "progress": progress,
-            "conditions": conditions,
-        }
-        return cls(setup, device=device, entries=entries, **options)
+        return cls(setup, device=device, entries=entries, directory=folder, refreshed=refreshed, progress=progress)
 
     @property
     def path(self) -> Path | None:
@@ -185,7 +176,7 @@ class Measurements:
             self.save()
 
     def _name(self, kind: str, *words: str) -> str:
-        return f"{kind} {hashlib.sha256(json.dumps([self._conditions, *words]).encode()).hexdigest()[:32]}"
+        return f"{kind} {hashlib.sha256(json.dumps(['', *words]).encode()).hexdigest()[:32]}"
 
     def _seconds(self, name: str) -> float | None:
         value = self.entries[name].value if name in self.entries else None

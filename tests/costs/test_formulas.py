@@ -1,10 +1,21 @@
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_topt.costs import framework
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.collective_curves import CollectiveCurve
 from lightning_topt.costs.communication import estimate_collective_seconds
-from lightning_topt.costs.compute import estimate_kernel_seconds, estimate_kernels_seconds, kernel_dtype, kernel_key
+from lightning_topt.costs.compute import (
+    estimate_kernel_seconds,
+    estimate_kernels_seconds,
+    estimate_pass_seconds,
+    host_bound_seconds,
+    kernel_dtype,
+    kernel_key,
+)
 from lightning_topt.costs.groups import Group, ranks_of_groups
 from lightning_topt.costs.page_faults import kernels_bytes, measure_page_faults
 from lightning_topt.graph.op_graph import Amount, Kernel
@@ -126,6 +137,57 @@ def test_a_measurement_scales_with_the_roofline():
 def test_kernels_add_up_with_their_counts():
     kernels = [kernel(flops=Amount(100, 0), count=3), kernel(traffic=Amount(10, 0))]
     assert estimate_kernels_seconds(kernels, batch_size=1, device=DEVICE) == 3 * 1.5 + 1.5
+
+
+def test_the_host_issues_kernels_while_the_device_runs():
+    assert host_bound_seconds(3.0, host_seconds=4.0, sharpness=2.0) == pytest.approx(5.0)
+    assert host_bound_seconds(3.0, host_seconds=4.0, sharpness=1.0) == 7.0
+    assert host_bound_seconds(1e-200, host_seconds=2e-200) == pytest.approx(2e-200, rel=0.02)
+    assert host_bound_seconds(0.0, host_seconds=0.0) == 0.0
+    times = [host_bound_seconds(device, host_seconds=1.0) for device in (0.0, 0.5, 1.0, 2.0, 100.0)]
+    assert times == sorted(times) and times[0] == 1.0
+    assert times[-1] == pytest.approx(100.0, rel=1e-6)
+
+
+def test_a_pass_takes_the_slower_of_device_and_host():
+    kernels = [kernel(flops=Amount(100, 0), count=3), kernel(traffic=Amount(10, 0))]  # 6 s in 4 kernels
+
+    def seconds(**changes):
+        return estimate_pass_seconds(kernels, batch_size=1, device=replace(DEVICE, **changes))
+
+    assert seconds() == 6.0
+    assert seconds(launch_seconds=30.0) == pytest.approx(120.0, rel=1e-3)  # the host's 4 x 30 s hide the device
+    assert seconds(launch_seconds=0.1) == pytest.approx(6.0, rel=1e-3)
+    assert seconds(framework_seconds=0.25) == 7.0  # a CPU is its own host
+    assert estimate_pass_seconds([], batch_size=1, device=DEVICE) == 0.0
+
+
+def test_the_time_of_a_launch_is_that_of_small_layers(monkeypatch):
+    """Each layer of the step has a product, a norm and an activation, and five kernels in the backward pass."""
+    called = []
+
+    def timed(call, **options):
+        with CountKernels() as kernels:
+            call()
+        called.append(kernels.count)
+        return 1.92
+
+    monkeypatch.setattr(framework, "time_call", timed)
+    assert framework.measure_launch(torch.device("cpu")) == 0.0 and called == []
+    assert framework.measure_launch(torch.device("meta")) == pytest.approx(1.92 / called[0], rel=0.02)
+
+
+class CountKernels(TorchDispatchMode):
+    """Counts what computes: views, empty tensors and copies of gradients do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        free = {"t", "transpose", "view", "detach", "expand", "empty_strided", "ones_like", "_unsafe_view"}
+        self.count += func.overloadpacket.__name__ not in free
+        return func(*args, **(kwargs or {}))
 
 
 def test_page_faults_cost_time_on_cpus_only():

@@ -39,3 +39,6 @@ def test_groups_that_meshes_can_have():
         *(Group(2), Group(6, 2)),
         *(Group(4), Group(3, 4)),
     }  # neither 3 nor 6 divides a node of 4 or is made of such
+    many = mesh_groups(512, devices_per_node=8)
+    assert {Group(8), Group(64, 8), Group(256, 2), Group(16)} < set(many)
+    assert Group(2) not in many and Group(4) not in many  # 256 and 128 groups

@@ -23,7 +23,7 @@ from lightning_topt.costs.exchange import ExchangeModel, exempt_parameters, lega
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Amount, Block, Op, OpGraph, Parameter, Segment
-from tests.costs.graphs import profile_of, random_graph
+from tests.costs.graphs import graph_of, profile_of, random_graph
 from tests.launch import run_ranks
 from tests.models import GPT, batch_for
 
@@ -53,7 +53,7 @@ def one_block() -> OpGraph:
     parameters = (Parameter("w", (40, 30), "float32", ""), Parameter("bias", (30,), "float32", ""))
     op = Op("o", "Linear", "", "", ("w", "bias"), (), (), (), Amount())
     segment = Segment("", Amount(), Amount(), Amount(), Amount())
-    return OpGraph("M", 1, (op,), (), parameters, (Block("", 0, False),), (segment,), 0, Amount())
+    return graph_of("M", 1, (op,), (), parameters, (Block("", 0, False),), (segment,), 0, Amount())
 
 
 def model_of(options: ExchangeOptions, *, world_size: int = 6) -> ExchangeModel:
@@ -180,7 +180,7 @@ def test_memory_of_an_exchange() -> None:
     ops = tuple(Op(b, "Linear", b, b, (f"{b}.w",), (), (), (), Amount()) for b in "ab")
     timeline = tuple(Segment(b, Amount(), Amount(), Amount(), Amount()) for b in "ab")
     blocks = (Block("a", 0, True), Block("b", 0, True))
-    graph = OpGraph("M", 1, ops, (), parameters, blocks, timeline, 0, Amount())
+    graph = graph_of("M", 1, ops, (), parameters, blocks, timeline, 0, Amount())
     cluster, configs = replace(CLUSTER, devices_per_node=4, num_nodes=1), {b: OpConfig.zero(0) for b in "ab"}
 
     def moments(options: ExchangeOptions | None) -> dict[str, float]:

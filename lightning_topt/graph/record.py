@@ -143,11 +143,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.recording.with_gradient.add(name)
-            todo: list[Storage | None] = [*self._storages(parameter.grad)]
+            todo = self._storages(parameter.grad)
+            for storage in todo:
+                storage.is_left = True
             while todo:
                 storage = todo.pop()
-                if storage is not None and not storage.is_gradient:
-                    storage.is_gradient = True
+                if storage.gradient_of is None:
+                    storage.gradient_of = name
                     todo += storage.parts
             if self._backups is not None:
                 parameter.grad = None
@@ -302,7 +304,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _claim_saved(self, op: int) -> None:
         while self._unclaimed:
-            self.recording.ops[op].saved_bytes += self._unclaimed.pop().bytes
+            storage = self._unclaimed.pop()
+            storage.saved_by = op
+            self.recording.ops[op].saved_bytes += storage.bytes
 
 
 def _no_compute(func: OpOverload) -> Measured:

@@ -8,10 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-
-import numpy as np
-from numpy.typing import NDArray
 
 from lightning_topt.graph.kernels import Measured
 
@@ -28,8 +24,10 @@ class Storage:
     op: int
     shape: Shape
     died: float = math.inf
-    saved: bool = False
-    is_gradient: bool = False  # of a parameter
+    saved: bool = False  # for backward, by an operator that may still be to come
+    saved_by: int | None = None
+    gradient_of: str | None = None  # parameter whose gradient it is, or is added to
+    is_left: bool = False  # as a parameter's gradient when the step is over
     parts: tuple[Storage, ...] = ()  # the gradients that autograd added to get this one
 
 
@@ -77,38 +75,6 @@ class Recording:
     backward_start: int = 0
     with_gradient: set[str] = field(default_factory=set)
     has_collectives: bool = False
-
-    @cached_property
-    def live_bytes(self) -> NDArray[np.int64]:
-        """Bytes live at each tick (ticks,), without what is older than the recording and parameter gradients.
-
-        Memory that a kernel takes inside counts at its tick.
-        """
-        ticks = len(self.kernel_ops)
-        change = np.zeros(ticks + 2, dtype=np.int64)
-        for storage in self.storages:
-            if not storage.is_gradient and storage.died > storage.born:
-                change[storage.born] += storage.bytes
-                change[int(min(storage.died, ticks + 1))] -= storage.bytes
-        live: NDArray[np.int64] = np.cumsum(change)[:ticks] + np.array(self.workspaces, dtype=np.int64)
-        return live
-
-    def is_kept(self, storage: Storage) -> bool:
-        """Whether `storage` was made in forward and is live when backward starts."""
-        return storage.born < self.backward_start < storage.died and not storage.is_gradient
-
-    @cached_property
-    def _kept_until(self) -> NDArray[np.int64]:
-        sizes = np.zeros(self.backward_start + 1, dtype=np.int64)
-        for storage in self.storages:
-            if self.is_kept(storage):
-                sizes[storage.born + 1] += storage.bytes
-        total: NDArray[np.int64] = np.cumsum(sizes)
-        return total
-
-    def kept_bytes(self, start: int, end: int) -> int:
-        """Bytes made at ticks ``start <= t < end`` of the forward pass and live when backward starts."""
-        return int(self._kept_until[end] - self._kept_until[start])
 
     def sequence(self) -> Sequence[tuple[object, ...]]:
         """What two runs must have in common to be compared: every operator and the names of its kernels."""

@@ -12,7 +12,7 @@ from lightning_topt.costs.collective_curves import COLLECTIVES
 from lightning_topt.costs.groups import Group, mesh_groups, ranks_of_groups
 from lightning_topt.costs.measured_links import collective_timers, fit_link, process_groups
 from lightning_topt.graph.kernels import encode_arguments
-from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph
+from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph, Step
 from tests.launch import run_ranks
 
 
@@ -29,7 +29,7 @@ def graph():
         kernel("nowhere.op.default", (1,)),  # does not exist
     )
     op = Op("o", "X", "", "", (), (), kernels, (kernels[0],), Amount())
-    return OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), (), 0, Amount())
+    return OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), Step((1, 1)), 0, Amount())
 
 
 def on_rank(rank):
@@ -135,7 +135,7 @@ def test_generators_and_modes_are_as_before():
     before = states()
     calibrate(budget_seconds=0.1)
     assert states() == before
-    assert len(measure_kernels(OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), (), 0, Amount()))) == 1
+    assert len(measure_kernels(OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), Step((1, 1)), 0, Amount()))) == 1
     assert states() == before
 
 

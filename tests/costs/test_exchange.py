@@ -25,7 +25,7 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Amount, Block, Op, OpGraph, Parameter, Segment
 from lightning_topt.techniques.explain import explain
 from lightning_topt.techniques.plan_costs import PlanCosts
-from tests.costs.graphs import profile_of
+from tests.costs.graphs import graph_of, profile_of
 from tests.launch import run_ranks
 from tests.models import GPT, batch_for
 
@@ -55,7 +55,7 @@ def one_block() -> OpGraph:
     parameters = (Parameter("w", (40, 30), "float32", ""), Parameter("bias", (30,), "float32", ""))
     op = Op("o", "Linear", "", "", ("w", "bias"), (), (), (), Amount())
     segment = Segment("", Amount(), Amount(), Amount(), Amount())
-    return OpGraph("M", 1, (op,), (), parameters, (Block("", 0, False),), (segment,), 0, Amount())
+    return graph_of("M", 1, (op,), (), parameters, (Block("", 0, False),), (segment,), 0, Amount())
 
 
 def model_of(options: ExchangeOptions, *, world_size: int = 6) -> ExchangeModel:
@@ -163,7 +163,7 @@ def test_memory_of_an_exchange() -> None:
     ops = tuple(Op(b, "Linear", b, b, (f"{b}.w",), (), (), (), Amount()) for b in "ab")
     timeline = tuple(Segment(b, Amount(), Amount(), Amount(), Amount()) for b in "ab")
     blocks = (Block("a", 0, True), Block("b", 0, True))
-    graph = OpGraph("M", 1, ops, (), parameters, blocks, timeline, 0, Amount())
+    graph = graph_of("M", 1, ops, (), parameters, blocks, timeline, 0, Amount())
     cluster, configs = replace(CLUSTER, devices_per_node=4, num_nodes=1), {b: OpConfig.zero(0) for b in "ab"}
 
     def phases(options: ExchangeOptions | None) -> dict[str, float]:

@@ -11,6 +11,14 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_topt.graph.op_graph import Kernel, Op
+
+
+def flops_of(op: Op, direction: str, batch_size: float) -> float:
+    """Floating-point operations of an operator in one direction."""
+    kernels: tuple[Kernel, ...] = getattr(op, direction)
+    return sum(kernel.flops.at(batch_size) * kernel.count for kernel in kernels)
+
 
 def run_step(module: Any, batch: Any) -> Tensor:
     """The loss of one training step, with `log` silent."""

@@ -14,11 +14,11 @@ from lightning_topt.costs.sizes import gradient_bytes, padded_bytes, parameter_b
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import Amount, Block, Op, OpGraph, Parameter, Segment, TensorEdge, TensorSpec
+from lightning_topt.graph.op_graph import Amount, Block, Op, Parameter, Segment, TensorEdge, TensorSpec
 from lightning_topt.graph.ownership import assign_owners
 from lightning_topt.techniques.explain import Explanation, explain
 from lightning_topt.techniques.plan_costs import PlanCosts
-from tests.costs.graphs import cluster_of, profile_of, random_graph
+from tests.costs.graphs import cluster_of, graph_of, profile_of, random_graph
 
 BATCH = 3
 
@@ -220,7 +220,7 @@ def test_hand_made_numbers():
     timeline = tuple(
         Segment(b, Amount(kept), Amount(10), Amount(kept), Amount(5)) for b, kept in (("a", 100.0), ("b", 200.0))
     )
-    graph = OpGraph("M", 1, ops, (), parameters, (Block("a", 0, True), Block("b", 0, True)), timeline, 0, Amount())
+    graph = graph_of("M", 1, ops, (), parameters, (Block("a", 0, True), Block("b", 0, True)), timeline, 0, Amount())
     profile = profile_of(graph)
 
     def peak(level, recompute=False, world_size=2):
@@ -263,7 +263,7 @@ def test_parameters_used_in_two_segments_are_located():
         Parameter("w", (2,), "float32", "a"),
         Parameter("unused", (1,), "float32", "b"),
     )
-    graph = OpGraph(
+    graph = graph_of(
         "M", 1, ops, (), parameters, tuple(Block(b, 0, False) for b in ("", "a", "b")), timeline, 0, Amount()
     )
     segments = locate(graph)
@@ -279,7 +279,7 @@ def test_a_block_whose_inputs_need_no_gradient_is_reduced_last():
     timeline = tuple(Segment(b, Amount(), Amount(), Amount(), Amount()) for b in "ab")
     blocks = (Block("", 0, False), Block("a", 0, True), Block("b", 0, True))
     edges = (TensorEdge("a", "b", TensorSpec((2, 4), "float32")),)
-    known = OpGraph("M", 1, ops, edges, parameters, blocks, timeline, 0, Amount())
+    known = graph_of("M", 1, ops, edges, parameters, blocks, timeline, 0, Amount())
     assert blocks_reduced_last(known) == {"a"}
     configs = {"": OpConfig.zero(2), "a": OpConfig.zero(3), "b": OpConfig.zero(3)}
     late = explained(known, profile_of(known), configs, 2).phases

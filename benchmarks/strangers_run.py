@@ -21,6 +21,7 @@ from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory import MemoryMeter, release_free_memory
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.planning import make_fake_optimizers
@@ -116,7 +117,7 @@ def plan_of(case: Case, graph: OpGraph) -> ParallelPlan:
     """The plan that the strategy makes of the name."""
     given = read_plan_option(case.plan)
     assert isinstance(given, UniformPlan)
-    return given.of(graph, data_parallel_size=RANKS)
+    return given.of(graph, data_mesh(RANKS))
 
 
 def measure(rank: int, family: str, plan: ParallelPlan, limited: bool, steps: int, warmup: int) -> Measured:

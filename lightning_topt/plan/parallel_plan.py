@@ -32,7 +32,7 @@ from lightning_topt.plan.plan_values import (
     mesh_from_list,
     mesh_to_list,
 )
-from lightning_topt.plan.presets import describe_config
+from lightning_topt.plan.presets import Preset, describe_config
 
 VERSION = 2
 
@@ -213,10 +213,17 @@ class ParallelPlan:
 def uniform_plan(
     level: int, *, data_parallel_size: int, blocks: Sequence[str] = (), recompute: Collection[str] = ()
 ) -> ParallelPlan:
-    """The same ZeRO `level` for everything; `blocks` are sharded one by one, those in `recompute` recomputed too."""
-    rest = BlockPlan("", OpConfig.zero(level))
-    named = tuple(BlockPlan(name, OpConfig.zero(level, recompute=name in recompute)) for name in blocks if name)
-    return ParallelPlan.of_blocks((*named, rest), mesh=data_parallel_size)
+    """Return the plan of one ZeRO `level` over all ranks; `blocks` are kept apart, those in `recompute` recomputed."""
+    return preset_plan(Preset(level), mesh=data_mesh(data_parallel_size), blocks=blocks, recompute=recompute)
+
+
+def preset_plan(
+    preset: Preset, *, mesh: Mesh, blocks: Sequence[str] = (), recompute: Collection[str] = ()
+) -> ParallelPlan:
+    """Return the plan that stores everything as `preset` says on `mesh`; `blocks` and `recompute` as in `uniform_plan`."""
+    storage = preset.storage(mesh)
+    named = tuple(BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name)
+    return ParallelPlan.of_blocks((*named, BlockPlan("", OpConfig(storage))), mesh=mesh)
 
 
 def _read(data: Any) -> ParallelPlan:

@@ -22,9 +22,11 @@ from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.execution.memory import release_free_memory
 from lightning_topt.execution.mesh import check_world_size
 from lightning_topt.graph.capture import capture, may_need_values
+from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
+from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plan.search import SearchRequest, search_plans
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run, exchanges_of_run
 from lightning_topt.plugins.plan_request import PlanRequest
@@ -50,8 +52,10 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         _check_manual(request, plain)
         return plain, None, "ddp: manual optimization"
     given = request.plan
-    if isinstance(given, UniformPlan) and not request.needs_batch(module):
-        given = uniform_plan(given.stage, data_parallel_size=world_size)
+    mesh = data_mesh(world_size)
+    if isinstance(given, UniformPlan):
+        mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
+        given = given if request.needs_batch(module) else preset_plan(given.preset, mesh=mesh)
     if isinstance(given, ParallelPlan):
         check_world_size(given, world_size)
         _check_model(given, module)
@@ -60,7 +64,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
     try:
         graph = capture_on_ranks(trainer, batch)
         if isinstance(given, UniformPlan):
-            plan = given.of(graph, data_parallel_size=world_size)
+            plan = given.of(graph, mesh)
             on_every_rank(lambda: _check_features(plan, request, trainer, graph))
             return plan, None, "given"
         return *_search(request, trainer, graph), "search"
@@ -198,7 +202,7 @@ def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:
 
 
 def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
-    if request.plan not in (None, plain, UniformPlan(0, recompute=False)):
+    if request.plan not in (None, plain, UniformPlan(PRESETS["ddp"])):
         raise PlanError("manual optimization runs under the plan 'ddp' only: its steps cannot be seen in advance")
     if request.memory_limit is not None or request.objective != "time":
         raise ValueError(

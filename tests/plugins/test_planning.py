@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.choose import choose
+from lightning_topt.plan.presets import Preset
 from lightning_topt.plan.search import SearchRequest, search_plans
 from lightning_topt.plugins.example_batch import batches_of
 from lightning_topt.plugins.planning import make_fake_optimizers
@@ -52,7 +54,7 @@ def test_a_plan_by_name_shards_every_block_and_recomputes_what_can_be(stage, rec
     graph = capture(PartlyRandom(), (torch.zeros(4, 8),), second_batch=(torch.zeros(8, 8),))
     able = {block.name for block in graph.blocks if block.name and block.recomputable}
     assert able and {block.name for block in graph.blocks} - able - {""}  # both kinds are there
-    plan = UniformPlan(stage, recompute).of(graph, data_parallel_size=2)
+    plan = UniformPlan(Preset(stage), recompute).of(graph, data_mesh(2))
     assert {block.block for block in plan.blocks} == {block.name for block in graph.blocks}
     assert {block.block for block in plan.blocks if block.config.recompute} == (able if recompute else set())
     assert {block.config.storage.level for block in plan.blocks} == {stage}

@@ -1,150 +1,143 @@
-"""search_frontier: CostTable -> Frontier, exact on every graph: by elimination, and by conditioning where that ends."""
+"""search_frontier and search_chain: costs -> Frontier, every plan that no other plan beats in both time and memory.
+
+Both make layers (`layers`), take out what no best plan needs, and walk over what is left: by NumPy where that is little, else
+compiled (`wide`). Points have the costs that the table's own `evaluate` gives their plans.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_topt.costs.cost_table import CostTable, EdgeCosts, OperatorCosts
-from lightning_topt.frontier.columns import exact_grid
-from lightning_topt.frontier.elimination import Graph, Grid, Limits, eliminate
-from lightning_topt.frontier.fold import combine
-from lightning_topt.frontier.frontier import Decided, Frontier, constant, decide, reduce
+from lightning_topt.costs.chain_table import ChainTable
+from lightning_topt.costs.cost_table import CostTable
+from lightning_topt.frontier.chain_layers import chain_layers
+from lightning_topt.frontier.columns import raises, reduce_columns
+from lightning_topt.frontier.frontier import Frontier, make_frontier
+from lightning_topt.frontier.layers import Layer, without_dead_ends, without_dead_groups, without_dominated
 from lightning_topt.frontier.pareto import Array, Rows
+from lightning_topt.frontier.relaxed import relax_table
+from lightning_topt.frontier.sweep import sweep
+from lightning_topt.frontier.table_layers import TableGraph, table_layers
+from lightning_topt.frontier.wide import Budget, search_wide
 
-Costs = TypeVar("Costs", OperatorCosts, EdgeCosts)
+_SMALL = 2**19  # work up to which NumPy alone is used
+_NO_RIVALS = np.zeros((0, 2))
 
 
-def search_frontier(table: CostTable, *, max_points: int = 20_000, max_branches: int = 4096) -> Frontier:
-    """Every Pareto-minimal plan of `table`: (step_seconds, peak_bytes, choice), by memory ascending.
+def search_frontier(
+    table: CostTable,
+    *,
+    max_points: int = 2**20,
+    max_branches: int = 2**16,
+    max_seconds: float = 30.0,
+    max_bytes: float = 2.0**29,
+    epsilon: float = 0.0,
+) -> Frontier:
+    """Return every Pareto-minimal plan of `table`: (step_seconds, peak_bytes, choice), by memory ascending.
 
-    The result has one path and one moment: the largest ones, fixed costs included, as `CostTable.evaluate` gives them;
-    of plans with equal costs one is kept. Costs are rounded by about an ulp of the total during the search. It is empty
-    when the infinite costs forbid every plan. A search that would hold more than `max_points` partial plans
-    gives some up and says so: ``exact`` is False and ``error_bound`` holds (see `Frontier`). Where no elimination
-    applies, up to `max_branches` smaller searches replace one.
+    Of plans with equal costs one is kept. Costs are rounded by about an ulp of the total during the search. The frontier is
+    empty when infinite costs forbid every plan.
 
-    Raises ValueError when that is not enough, or when an operator has no configuration or a cost of minus infinity.
+    Args:
+        table: operators and edges, any graph.
+        max_points: most partial plans that are kept at a time.
+        max_branches: most joint configurations of operators that are told apart at a time; a chain needs the product of two
+            neighbours' numbers of configurations.
+        max_seconds: wall-clock time after which the search stops, about.
+        max_bytes: memory that the search may take, about.
+        epsilon: plans may be left out that are better by less than this share in one of both costs.
+
+    A search that is not allowed what it needs returns the best plans it knows: ``exact`` is False then, and ``error_bound``
+    holds (see `Frontier`). Raises ValueError for limits that are not positive, and when an operator has no configuration or
+    a cost of minus infinity.
     """
+    budget = make_budget(max_points, max_branches, max_seconds, max_bytes, epsilon)
     started = time.perf_counter()
-    if max_points < 1 or max_branches < 1:
-        raise ValueError(f"max_points and max_branches must be at least 1, got {max_points} and {max_branches}")
     if any(len(operator.configs) == 0 for operator in table.operators):
         raise ValueError("an operator has no configuration")
-    rounded = _without_separable_edges(_round(table))
-    limits = _limits(rounded, max_points, max_branches)
-    joined = {name for edge in rounded.edges for name in (edge.source, edge.target)}
-    frontiers = {operator.name: _node(operator) for operator in rounded.operators}
-    free = [frontier for name, frontier in frontiers.items() if name not in joined]
-    parts = [*eliminate(_graph(rounded, frontiers, joined, limits), limits=limits), *free]
-    parts.append(constant(rounded.fixed_seconds, rounded.fixed_bytes))
-    scales = {"seconds_scale": limits.seconds_scale, "bytes_scale": limits.bytes_scale}
-    found = limits.apply(_evaluate(table, combine(parts, max_points=max_points, **scales)))
-    return dataclasses.replace(found, search_seconds=time.perf_counter() - started)
+    graph = TableGraph(table)
+    order = graph.order(())
+    if graph.most_transitions(order, ()) <= max_branches:
+        choices, error_bound = search_layers(table_layers(graph, order=order), budget)
+    else:
+        relaxed = relax_table(graph, max_branches)
+        order = relaxed.graph.order(())
+        choices, error_bound = search_layers(table_layers(relaxed.graph, order=order), budget)
+        choices, error_bound = relaxed.repair(choices[:, 1:-1], order, error_bound)
+    names = tuple(graph.nodes)
+    where = [1 + order.index(name) for name in names]
+    return _finish(table, choices[:, where], names, error_bound, started)
 
 
-def _round(table: CostTable) -> CostTable:
-    """All costs on grids on which sums are exact, so that plans that cost the same are found to."""
-    items: list[OperatorCosts | EdgeCosts] = [*table.operators, *table.edges]
-    seconds_grid = exact_grid([*(item.seconds for item in items), table.fixed_seconds])
-    bytes_grid = exact_grid([*(item.bytes for item in items), table.fixed_bytes])
-    return CostTable(
-        tuple(_rounded(operator, seconds_grid, bytes_grid) for operator in table.operators),
-        tuple(_rounded(edge, seconds_grid, bytes_grid) for edge in table.edges),
-        np.round(table.fixed_seconds / seconds_grid) * seconds_grid,
-        np.round(table.fixed_bytes / bytes_grid) * bytes_grid,
-    )
+def search_chain(
+    table: ChainTable,
+    *,
+    max_points: int = 2**20,
+    max_seconds: float = 30.0,
+    max_bytes: float = 2.0**29,
+    epsilon: float = 0.0,
+) -> Frontier:
+    """Return every Pareto-minimal plan of a chain of blocks, with `search_frontier`'s meaning and limits.
+
+    Partial plans have at most four columns whatever the number of blocks (`chain_layers`).
+    """
+    budget = make_budget(max_points, 1, max_seconds, max_bytes, epsilon)
+    started = time.perf_counter()
+    choices, error_bound = search_layers(chain_layers(table), budget)
+    names = table.names or tuple(str(n) for n in range(len(table.order)))
+    return _finish(table, choices[:, -2:0:-1], names, error_bound, started)
 
 
-def _rounded(item: Costs, seconds_grid: float, bytes_grid: float) -> Costs:
-    if np.isneginf(item.seconds).any() or np.isneginf(item.bytes).any():
-        raise ValueError("a cost is minus infinity; forbid configurations with plus infinity")
-    seconds, size = np.round(item.seconds / seconds_grid), np.round(item.bytes / bytes_grid)
-    return dataclasses.replace(item, seconds=seconds * seconds_grid, bytes=size * bytes_grid)
-
-
-def _without_separable_edges(table: CostTable) -> CostTable:
-    """Without edges that cost ``f(source) + g(target)`` (zero, most often): their costs go to the two operators."""
-    operators = {operator.name: operator for operator in table.operators}
-    edges = []
-    for edge in table.edges:
-        if _separable(edge.seconds) and _separable(edge.bytes):
-            seconds, size = edge.seconds, edge.bytes
-            operators[edge.source] = _plus(operators[edge.source], seconds[:, 0], size[:, 0])
-            operators[edge.target] = _plus(operators[edge.target], seconds[0] - seconds[0, 0], size[0] - size[0, 0])
-        else:
-            edges.append(edge)
-    return dataclasses.replace(table, operators=tuple(operators.values()), edges=tuple(edges))
-
-
-def _plus(operator: OperatorCosts, seconds: Array, size: Array) -> OperatorCosts:
-    return dataclasses.replace(operator, seconds=operator.seconds + seconds, bytes=operator.bytes + size)
-
-
-def _separable(costs: Array) -> bool:
-    return bool(np.isfinite(costs).all() and (costs - costs[:, :1] - costs[:1] + costs[:1, :1] == 0).all())
-
-
-def _node(operator: OperatorCosts) -> Frontier:
-    frontier = decide(operator.name, operator.seconds, operator.bytes)
-    return frontier.take(np.flatnonzero(np.isfinite(frontier.costs).all(axis=1)))
-
-
-def _graph(table: CostTable, frontiers: dict[str, Frontier], joined: set[str], limits: Limits) -> Graph:
-    cells = {}
-    for operator in table.operators:
-        if operator.name in joined:
-            allowed = frontiers[operator.name]
-            configs = allowed.choices()[operator.name]
-            cells[operator.name] = [allowed.take(np.flatnonzero(configs == c)) for c in range(len(operator.configs))]
-    graph = Graph(cells)
-    for edge in table.edges:
-        graph.join(edge.source, edge.target, _edge_grid(edge), limits=limits)
-    return graph
-
-
-def _edge_grid(edge: EdgeCosts) -> Grid:
-    allowed = np.isfinite(np.concatenate([edge.seconds, edge.bytes], axis=2)).all(axis=2)
-    return [
-        [constant(*costs).take(np.flatnonzero([yes])) for *costs, yes in zip(*of_source, strict=True)]
-        for of_source in zip(edge.seconds, edge.bytes, allowed, strict=True)
-    ]
-
-
-def _limits(table: CostTable, max_points: int, max_branches: int) -> Limits:
-    """`Limits` with lower bounds of every plan's step seconds and peak bytes as scales."""
-    seconds, size = table.fixed_seconds.copy(), table.fixed_bytes.copy()
-    for operator in table.operators:
-        seconds += operator.seconds.min(axis=0, initial=np.inf)
-        size += operator.bytes.min(axis=0, initial=np.inf)
-    for edge in table.edges:
-        seconds += edge.seconds.min(axis=(0, 1), initial=np.inf)
-        size += edge.bytes.min(axis=(0, 1), initial=np.inf)
-    return Limits(max_points, max_branches, float(seconds.max()), float(size.max()))
-
-
-def _evaluate(table: CostTable, frontier: Frontier) -> Frontier:
-    """The points of `frontier` with the costs `CostTable.evaluate` gives them, reduced."""
-    choices = frontier.choices()
-    nothing = np.zeros(len(frontier), np.intp)  # an empty frontier decides nothing
-    rows: dict[str, Rows] = {operator.name: choices.get(operator.name, nothing) for operator in table.operators}
-    seconds = np.tile(table.fixed_seconds, (len(frontier), 1))
-    size = np.tile(table.fixed_bytes, (len(frontier), 1))
-    for operator in table.operators:
-        seconds += operator.seconds[rows[operator.name]]
-        size += operator.bytes[rows[operator.name]]
-    for edge in table.edges:
-        seconds += edge.seconds[rows[edge.source], rows[edge.target]]
-        size += edge.bytes[rows[edge.source], rows[edge.target]]
-    configs = np.stack(list(rows.values()), axis=1) if rows else np.zeros((len(frontier), 0), np.intp)
-    return reduce(
-        Frontier(
-            seconds.max(axis=1, keepdims=True),
-            size.max(axis=1, keepdims=True),
-            Decided(tuple(rows), configs),
-            frontier.error_bound,
+def make_budget(max_points: int, max_branches: int, max_seconds: float, max_bytes: float, epsilon: float) -> Budget:
+    """Return a checked `Budget`. Raises ValueError."""
+    if not (max_points >= 1 and max_branches >= 1 and max_seconds > 0 and max_bytes > 0):
+        raise ValueError(
+            f"max_points and max_branches must be at least 1 and max_seconds and max_bytes positive, got {max_points}, "
+            f"{max_branches}, {max_seconds} and {max_bytes}"
         )
-    )
+    if not 0 <= epsilon < 1:
+        raise ValueError(f"epsilon is a share from 0 to below 1, got {epsilon}")
+    return Budget(max_points, max_branches, max_seconds, max_bytes, epsilon)
+
+
+def search_layers(layers: Sequence[Layer], budget: Budget, rivals: Array = _NO_RIVALS) -> tuple[Rows, float]:
+    """Return what the best plans choose in each layer (n, N), and the error bound; `rivals` as in `search_wide`."""
+    deadline = time.perf_counter() + budget.max_seconds
+    layers = without_dead_ends(layers)
+    if not all(len(layer.source) for layer in layers):
+        return np.zeros((0, len(layers)), np.intp), 0.0
+    layers = without_dead_groups([without_dominated(layer) for layer in layers])
+    layers = [without_dominated(layer) for layer in reduce_columns(layers)]
+    lifts = raises(layers)
+    swept = sweep(layers, lifts=lifts, work=min(_SMALL, budget.max_points)) if budget.epsilon == 0 else None
+    if swept is not None:
+        plans, error_bound = swept[2], 0.0
+    else:
+        plans, error_bound = search_wide(layers, lifts=lifts, budget=budget, deadline=deadline, rivals=rivals)
+    return np.stack([layer.choice[plans[:, n]] for n, layer in enumerate(layers)], axis=1), error_bound
+
+
+def _finish(
+    table: CostTable | ChainTable, plans: Rows, names: tuple[str, ...], error_bound: float, started: float
+) -> Frontier:
+    seconds, size = evaluate_all(table, plans) if isinstance(table, CostTable) else table.evaluate(plans)
+    frontier = make_frontier(seconds, size, operators=names, configs=plans, error_bound=error_bound)
+    return dataclasses.replace(frontier, search_seconds=time.perf_counter() - started)
+
+
+def evaluate_all(table: CostTable, plans: Rows) -> tuple[Array, Array]:
+    """Return (seconds (n,), bytes (n,)) of `plans` (n, operators), added up in the order of `CostTable.evaluate`."""
+    place = {operator.name: i for i, operator in enumerate(table.operators)}
+    seconds, size = (np.tile(fixed, (len(plans), 1)) for fixed in (table.fixed_seconds, table.fixed_bytes))
+    for i, operator in enumerate(table.operators):
+        seconds += operator.seconds[plans[:, i]]
+        size += operator.bytes[plans[:, i]]
+    for edge in table.edges:
+        source, target = plans[:, place[edge.source]], plans[:, place[edge.target]]
+        seconds += edge.seconds[source, target]
+        size += edge.bytes[source, target]
+    return seconds.max(axis=1), size.max(axis=1)

@@ -77,7 +77,7 @@ class OpGraph:
                 raise ValueError(f"{item} is in block {item.block!r}, which does not exist")
         self.step.check(known, count=len(names))
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Identifies the model, not the batch; see `model_fingerprint`."""
         return model_fingerprint(self.model, [(p.name, p.shape, p.dtype) for p in self.parameters])

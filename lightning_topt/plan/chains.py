@@ -181,7 +181,9 @@ class Chain:
             index = distinct.setdefault(tuple(column.tobytes() for column in columns), len(blocks))
             if index == len(blocks):
                 block = self.choices.positions[k]
-                blocks.append(BlockCosts(tuple(self.choices.configs[block]) if block else (self.root,), *columns))
+                configs = tuple(self.choices.configs[block]) if block else (self.root,)
+                seconds, backward, exchange, static, kept, late, hump = columns
+                blocks.append(BlockCosts(configs, seconds, backward, exchange, static, kept, late, hump))
             order.append(index)
         return ChainTable(
             tuple(blocks),

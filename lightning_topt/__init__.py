@@ -15,6 +15,7 @@ from lightning_topt.plugins.register import register_strategies
 from topt_console import __version__ as __version__
 
 if TYPE_CHECKING:
+    from lightning_topt.execution.sharded_checkpoint import read_sharded_checkpoint
     from lightning_topt.plan.parallel_plan import ParallelPlan
     from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
     from lightning_topt.plugins.cached_data import CachedDataModule
@@ -35,6 +36,7 @@ __all__ = [
     "ParallelPlan",
     "StallMonitor",
     "TunedDataModule",
+    "read_sharded_checkpoint",
     "register_strategies",
 ]
 _HOMES = {
@@ -47,6 +49,7 @@ _HOMES = {
     "ParallelPlan": "plan.parallel_plan",
     "StallMonitor": "plugins.stall_monitor",
     "TunedDataModule": "plugins.tuned_data",
+    "read_sharded_checkpoint": "execution.sharded_checkpoint",
 }
 
 

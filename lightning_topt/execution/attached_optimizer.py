@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_topt.execution.gathered_state import follow_parameters, gather_parameter_states, place_optimizer_state
+from lightning_topt.execution.sharded_checkpoint import StoredOptimizer
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.local_step import install_local_step
 from lightning_topt.optim.parallel_step import ParallelStep
@@ -52,7 +53,7 @@ class AttachedOptimizer:
             if self.parallel_step is not None:
                 self.parallel_step.consolidate_state_dict()
             elif not self._sharded:
-                return self.optimizer.state_dict()
+                return self._plain_state()
             if dist.get_rank() != 0:
                 return {}
             rest = self.optimizer.state_dict() if self.parallel_step is None else self.parallel_step.state_dict()
@@ -61,6 +62,8 @@ class AttachedOptimizer:
 
     def own_state(self) -> State:
         """Return the ``state_dict`` of what this rank keeps: DTensors, whole tensors, and states of its share of parameters."""
+        if hasattr(self.optimizer, "consolidate_state_dict") and self.parallel_step is None:
+            return self._plain_state() or {"state": {}, "param_groups": []}
         own = dict(self._shards())
         for index, parameter in enumerate(parameters_of(self.optimizer)):
             if index not in own and parameter in self.optimizer.state:
@@ -73,8 +76,10 @@ class AttachedOptimizer:
         """Return whether this rank keeps (a shard of) the state of the parameter with this index."""
         return self.parallel_step is None or self.parallel_step.keeps(index)
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over a whole state, or one of DTensors placed as the parameters are; each rank keeps its part."""
+    def load(self, state: Mapping[str, Any] | StoredOptimizer) -> None:
+        """Take over a whole state, each rank its part, or a stored one, of which each rank reads its part."""
+        if isinstance(state, StoredOptimizer):
+            state = state.read(parameters_of(self.optimizer), keeps=self.keeps)
         self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state))
 
     def to_host(self) -> None:
@@ -107,6 +112,13 @@ class AttachedOptimizer:
         for index, values in whole.items():
             self.optimizer.state[parameters[index]] = values
         self._sharded, self._kept, self._on_host = [], None, None
+
+    def _plain_state(self) -> State:
+        """As Lightning takes it: optimizers such as torch's ZeroRedundancyOptimizer spread their state by themselves."""
+        if not hasattr(self.optimizer, "consolidate_state_dict"):
+            return self.optimizer.state_dict()
+        self.optimizer.consolidate_state_dict()
+        return self.optimizer.state_dict() if dist.get_rank() == 0 else {}
 
     def _shards(self) -> dict[int, State]:
         """The states of sharded parameters by index, as DTensors."""

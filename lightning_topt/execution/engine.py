@@ -35,6 +35,7 @@ from lightning_topt.execution.attached_optimizer import AttachedOptimizer
 from lightning_topt.execution.gathered_state import gather_module_state, place_module_state
 from lightning_topt.execution.mesh import check_world_size, layout_difference
 from lightning_topt.execution.schedule import Action, single_stage_schedule
+from lightning_topt.execution.sharded_checkpoint import StoredModule
 from lightning_topt.optim import sharded_gradients
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.techniques.block_parameters import check_blocks, check_tied, parameters_by_block
@@ -175,9 +176,11 @@ class Engine:
         return gather_module_state(state) if full and self.has_shards else state
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load a whole state, or one of DTensors as in `module_state`; each rank keeps its part."""
+        """Load a whole state, each rank its part, or a stored one, of which each rank reads its part."""
         self._reshard()
         own = self.module.state_dict()
+        if isinstance(state, StoredModule):
+            state = state.read(like=own)
         self.module.load_state_dict(place_module_state(state, own) if self.has_shards else state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, full: bool = True) -> State:
@@ -188,7 +191,7 @@ class Engine:
         return attached.full_state() if full else attached.own_state()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a whole state, or one of DTensors as in `optimizer_state`; each rank keeps its part."""
+        """Load a whole state, each rank its part, or a stored one, of which each rank reads its part."""
         self._optimizers[optimizer].load(state)
 
     def optimizer_state_to_host(self) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_topt.communication.argument_checks import check_choice
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
@@ -73,6 +74,8 @@ class AutoParallelStrategy(EngineCheckpoints):
         allow_compression: whether a plan, searched or given, may exchange gradients compressed: another training, whose time
             per step is predicted, not its time to a given loss. True: searches top-k (1 %) and bf16 too. A method, a mapping
             such as ``{"method": "topk", "density": 0.001}`` (see `ExchangeOptions`), or a list of these: searches those.
+        checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole state; ``"sharded"`` a
+            folder, to which every rank writes what it keeps. Both are loaded, under any plan and number of ranks.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`. Options of the latter
             keep the search to plans that it runs (whole gradients). Gradients are views of its buckets unless
             ``gradient_as_bucket_view=False``.
@@ -96,9 +99,12 @@ class AutoParallelStrategy(EngineCheckpoints):
         cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
         memory_margin: float = 0.05,
         allow_compression: Allow = False,
+        checkpoint: str = "full",
         **ddp_options: Any,
     ) -> None:
         super().__init__(**checked_options(ddp_options))
+        check_choice(checkpoint, name="checkpoint", allowed=("full", "sharded"))
+        self.checkpoint_form = checkpoint
         check_planner_options(memory_margin=memory_margin, objective="time" if objective is None else objective)
         self.request = PlanRequest(
             memory_limit=read_memory_limit(memory_limit),
@@ -117,7 +123,7 @@ class AutoParallelStrategy(EngineCheckpoints):
         self.memory_meter: MemoryMeter | None = None
         self._waits_for_batch = False
         self._failed = False
-        self._unclip: Callable[[], None] = lambda: None
+        self._unclip: Callable[[], None] | None = None
 
     # ---- life cycle -----------------------------------------------------------------------------------------------
 
@@ -271,7 +277,9 @@ class AutoParallelStrategy(EngineCheckpoints):
     @override
     def teardown(self) -> None:
         self._waits_for_batch = False
-        self._unclip()
+        if self._unclip is not None:
+            self._unclip()
+            self._unclip = None
         if self._failed and self._engine is not None and self._engine.has_shards:
             # The other ranks may be anywhere: collecting the parameters could wait for them. They stay in shards.
             self._running = False

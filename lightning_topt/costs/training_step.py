@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -94,6 +94,16 @@ class TrainingStep:
         return blocks_reduced_last(self.graph) - {ROOT}
 
     @cached_property
+    def tied(self) -> frozenset[str]:
+        """Blocks that share a parameter with another block."""
+        blocks = {block.name for block in self.graph.blocks}
+        shared: set[str] = set()
+        for parameter in self.graph.parameters:
+            users = {parameter.block, *(_block_of(alias, blocks) for alias in parameter.aliases)}
+            shared |= users if len(users) > 1 else set()
+        return frozenset(shared)
+
+    @cached_property
     def alike(self) -> dict[str, int]:
         """A number for each block; equal for blocks that cost the same wherever they stand in the chain."""
         return number_alike_blocks(self)
@@ -106,7 +116,7 @@ class TrainingStep:
     def on(self, mesh: Mesh) -> TrainingStep:
         """Return the same step on another mesh of as many ranks; what does not depend on the mesh is not worked out again."""
         other = replace(self, mesh=mesh)
-        for name in ("segments", "reduced_last", "alike", "phases", "compute", "_parameters"):
+        for name in ("segments", "reduced_last", "tied", "alike", "phases", "compute", "_parameters"):
             other.__dict__[name] = getattr(self, name)
         return other
 
@@ -185,3 +195,8 @@ def _signature(step: TrainingStep, block: str) -> Hashable:
     seconds = tuple(round(float(direction[first]), 9) for direction in step.compute[block])
     work = step.exchange_model.work[block] if step.exchange_model is not None else None
     return parameters, at_end, segment, seconds, work, block in step.reduced_last
+
+
+def _block_of(parameter: str, blocks: Container[str]) -> str:
+    parts = parameter.split(".")
+    return next((name for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in blocks), ROOT)

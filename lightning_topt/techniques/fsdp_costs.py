@@ -29,7 +29,7 @@ from lightning_topt.costs.sizes import (
 )
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.costs.update import temporaries_seconds
-from lightning_topt.graph.op_graph import Parameter
+from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours
 
 # What sharded plans took on gloo above everything listed here, on ranks of 12 model families: up to 14 MiB, mostly 2 to 6
@@ -100,6 +100,11 @@ class ShardedBlock:
     def reduce(self) -> Phase:
         """The phase in which its gradients are reduced."""
         return REDUCE_LAST if self.is_reduced_last else ("reduce", self.step.segments.of_block[self.name][0])
+
+
+def can_be_sharded(step: TrainingStep, block: Block) -> bool:
+    """Return whether FSDP2 may shard `block`: its updates are elementwise, gradients travel whole, nothing is tied."""
+    return step.optimizer.elementwise and step.exchange is None and block.name not in step.tied
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from lightning_topt.techniques.fsdp_blocks import shard_blocks
 from lightning_topt.techniques.fsdp_costs import (
     ShardedBlock,
     add_fsdp_seconds,
+    can_be_sharded,
     gathered_lifetimes,
     gradient_lifetimes,
     plan_lifetimes,
@@ -55,7 +56,7 @@ class FullSharding(Technique):
     @override
     def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
         mesh = step.mesh
-        if mesh.data_parallel_size == 1 or not step.optimizer.elementwise or step.exchange is not None:
+        if mesh.data_parallel_size == 1 or not can_be_sharded(step, block):
             return []
         # FSDP2's root is needed until the end of the step: releasing its parameters saves nothing.
         levels = (2,) if block.name == ROOT else (2, 3)

@@ -25,6 +25,7 @@ from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.techniques.fsdp_blocks import shard_blocks, sharded_modules
 from lightning_topt.techniques.fsdp_costs import (
     add_fsdp_seconds,
+    can_be_sharded,
     gathered_lifetimes,
     gradient_lifetimes,
     plan_lifetimes,
@@ -65,7 +66,7 @@ class HybridSharding(Technique):
     @override
     def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
         mesh = step.mesh
-        if len(mesh.data_axes) < 2 or not step.optimizer.elementwise or step.exchange is not None:
+        if len(mesh.data_axes) < 2 or not can_be_sharded(step, block):
             return []
         levels = (2,) if block.name == ROOT else (2, 3)
         return [OpConfig.zero(level, axes=len(mesh.axes), over=mesh.data_axes[-1:]) for level in levels]

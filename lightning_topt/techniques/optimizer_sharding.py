@@ -1,8 +1,8 @@
 """Sharded optimizer state (ZeRO level 1): whole gradients, averaged as in data parallelism; each rank updates its share.
 
-Parameters are divided whole, longest processing time first; a rank's step updates its own and sends them to the others
-(`optim.ParallelStep`). A block counts an even share of its state and update; what the busiest rank of a plan has above that is
-the plan's.
+A rank's step updates its pieces and sends them to the others (`optim.ParallelStep`). Where the update treats elements one by
+one, pieces are rows, and every rank has an even share; else parameters stay whole (`optim.assignment`). A block counts an even
+share of its state and update; what the busiest rank of a plan has above that is the plan's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from lightning_topt.costs.update import temporaries_seconds
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
-from lightning_topt.graph.ownership import assign_owners
+from lightning_topt.optim.assignment import Share, assign_pieces
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
-from lightning_topt.optim.pieces import Piece, num_rows
+from lightning_topt.optim.pieces import num_rows
+from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of
 from lightning_topt.techniques.data_parallel import add_reduction, whole_gradient_lifetimes
 from lightning_topt.techniques.technique import (
     Applied,
@@ -103,33 +104,30 @@ class OptimizerSharding(Technique):
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        names = {
-            name: parameter
-            for block in model.blocks_of(self)
-            for name, parameter in model.parameters[block].items()
-            if parameter.requires_grad
-        }
-        if not names:
+        names = [parameter for block in model.blocks_of(self) for parameter in model.parameters[block].values()]
+        shared = {parameter for parameter in names if parameter.requires_grad and parameter.numel()}
+        if not shared:
             return None
-        once = {parameter: name for name, parameter in reversed(names.items())}
-        owner = assign_owners({name: p.numel() for p, name in once.items()}, model.mesh.size)
-        owners: dict[Tensor, int] = {parameter: owner[name] for parameter, name in once.items()}
-        return Applied(undo=lambda: None, attach=lambda optimizer: _share_step(optimizer, owners))
+        ranks = model.mesh.size
+        return Applied(undo=lambda: None, attach=lambda optimizer: _share_step(optimizer, shared, ranks=ranks))
+
+
+def _share_step(optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int) -> ParallelStep | None:
+    cut = is_one_of(optimizer, ELEMENTWISE)
+    own = [(index, p) for index, p in enumerate(parameters_of(optimizer)) if p in shared]
+    shares = [Share(index, num_rows(p), p.numel(), float(p.numel()), splittable=cut) for index, p in own]
+    return install_parallel_step(optimizer, pieces=assign_pieces(shares, world_size=ranks)) if shares else None
 
 
 def _excess(step: TrainingStep, blocks: Collection[str], loads: Mapping[str, float]) -> float:
     """The largest sum of `loads` (by parameter name) over what one rank updates of `blocks`, above the average."""
-    totals = [0.0] * step.mesh.data_parallel_size
+    ranks = step.mesh.data_parallel_size
+    if step.optimizer.elementwise:
+        return 0.0  # cut to a row
     parameters = [p for block in blocks for p in step.parameters(block)]
-    for name, rank in assign_owners({p.name: p.numel for p in parameters if p.trainable}, len(totals)).items():
-        totals[rank] += loads[name]
-    return max(totals) - sum(loads[p.name] for p in parameters) / len(totals)
-
-
-def _share_step(optimizer: Optimizer, owners: Mapping[Tensor, int]) -> ParallelStep | None:
-    pieces = [
-        Piece(index, 0, num_rows(parameter), owners[parameter])
-        for index, parameter in enumerate(parameters_of(optimizer))
-        if parameter in owners
-    ]
-    return install_parallel_step(optimizer, pieces=pieces) if pieces else None
+    trained = [p for p in parameters if p.trainable and p.numel]
+    shares = [Share(index, 1, p.numel, float(p.numel), splittable=False) for index, p in enumerate(trained)]
+    totals = [0.0] * ranks
+    for piece in assign_pieces(shares, world_size=ranks):
+        totals[piece.owner] += loads[trained[piece.index].name]
+    return max(totals) - sum(loads[p.name] for p in parameters) / ranks

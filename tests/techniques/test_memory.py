@@ -15,7 +15,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Amount, Block, Op, Parameter, Segment, TensorEdge, TensorSpec
-from lightning_topt.graph.ownership import assign_owners
+from lightning_topt.optim.assignment import Share, assign_pieces
 from lightning_topt.techniques.explain import Explanation, explain
 from lightning_topt.techniques.plan_costs import PlanCosts
 from tests.costs.graphs import cluster_of, graph_of, profile_of, random_graph
@@ -51,13 +51,17 @@ def backward_spike(segment, recompute):
 
 def simulate_replicated(graph, profile, configs, world_size, rank):
     memory, spans = Memory(), locate(graph).of_parameter
-    level_1 = {p.name: p.numel for p in graph.parameters if p.trainable and configs[p.block].storage.level == 1}
-    owners = assign_owners(level_1, world_size)
+    level_1 = [p for p in graph.parameters if configs[p.block].storage.level == 1]
+    trained = [p for p in level_1 if p.trainable]
+    shares = [Share(i, 1, p.numel, float(p.numel), splittable=False) for i, p in enumerate(trained)]
+    owners = {trained[piece.index].name: piece.owner for piece in assign_pieces(shares, world_size=world_size)}
     memory.alloc("buffers", graph.buffer_bytes + graph.input_bytes.at(BATCH))
     for p in graph.parameters:
         memory.alloc("parameters", parameter_bytes(p))
         memory.alloc("buckets", gradient_bytes(p))
-        if owners.get(p.name, rank) == rank:
+        if profile.elementwise and p in level_1:
+            memory.alloc("state", profile.state_bytes(p.name) / world_size)
+        elif owners.get(p.name, rank) == rank:
             memory.alloc("state", profile.state_bytes(p.name))
     memory.spike(sum(gradient_bytes(p) for p in graph.parameters))  # DDP makes new buckets before it drops the old
     for k, segment in enumerate(graph.timeline):
@@ -194,7 +198,7 @@ def explained(graph, profile, configs, world_size, backend="nccl") -> Explanatio
 def test_replicated_peak_is_that_of_a_simulated_step(seed):
     rng = random.Random(seed)
     graph, world_size = random_graph(seed, num_blocks=rng.randint(1, 4)), rng.randint(1, 4)
-    profile = profile_of(graph)
+    profile = profile_of(graph, elementwise=seed % 2 == 0)
     configs = random_plan(graph, profile, (0, 1), world_size, rng)
     peaks = [simulate_replicated(graph, profile, configs, world_size, rank) for rank in range(world_size)]
     assert explained(graph, profile, configs, world_size).peak_bytes == pytest.approx(max(peaks), abs=1e-6)

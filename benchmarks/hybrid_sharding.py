@@ -64,7 +64,7 @@ def main() -> None:
         "",
         machine(),
         "",
-        f"Memory limit {mib(limit)} MiB per rank; `ddp` takes {mib(first['ddp']['peak_bytes'])} MiB. Seconds: median (least to most).",
+        f"Memory limit {mib(limit)} MiB per rank; `ddp` takes {mib(first['ddp']['peak_bytes'])} MiB. Seconds: median (range).",
         "",
         "| plan | what runs | seconds per step | MiB per rank |",
         "|---|---|---|---|",

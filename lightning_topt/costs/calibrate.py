@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_topt.costs.cluster import Cluster, Device
-from lightning_topt.costs.collective_curves import CollectiveCurve
+from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
 from lightning_topt.costs.framework import measure_framework, measure_launch, measure_sharded_call
 from lightning_topt.costs.global_state import kept_global_state
@@ -38,16 +38,23 @@ _BYTES_MOVED = 1 << 26  # of the memory bandwidth measurement: far more than a c
 # Beside their tensors, training ranks of GPTs of 3 to 50 M parameters kept 4 to 14 MiB: objects of DDP and the optimizer,
 # buffers of gloo, small blocks on the C heap (benchmarks/results/memory_limits.md). torch counts no such bytes on CUDA.
 _CPU_PROCESS_BYTES = 9 << 20
+USUAL_COLLECTIVES = COLLECTIVES[:4]  # of data parallelism
 _GROUP_SHARE = 0.15  # of the time, for each kind of group beside that of all ranks
 _OVERLAPS_AGREE = 0.2
 _SMALL_SHARE, _LATEST = 0.1, 3  # of the kernels' expected seconds; of the time to measure them in
 
 
 @kept_global_state()
-def calibrate(*, device: torch.device | str = "cpu", num_nodes: int = 1, budget_seconds: float = 1.5) -> Cluster:
+def calibrate(
+    *,
+    device: torch.device | str = "cpu",
+    num_nodes: int = 1,
+    budget_seconds: float = 1.5,
+    collectives: Collection[str] = USUAL_COLLECTIVES,
+) -> Cluster:
     """Measure device and links, in about `budget_seconds` altogether, 2 s on a busy machine. Collective: every rank calls it.
 
-    Half of the time goes to collectives of 4 KiB to 64 MiB over all ranks, as many sizes as it allows; the rest to
+    Half of the time goes to `collectives` of 4 KiB to 64 MiB over all ranks, as many sizes as it allows; the rest to
     matrix products per dtype, memory bandwidth, the cost of a small operator, and to what an all_reduce hides behind
     matrix products. Each other kind of group that a mesh of these ranks can have (`mesh_groups`; two ranks have none) takes
     a sixth of the time more, all groups of a kind at once. Each part is measured in two halves, with all the others between
@@ -57,6 +64,7 @@ def calibrate(*, device: torch.device | str = "cpu", num_nodes: int = 1, budget_
 
     Raises ValueError unless the ranks can be spread evenly over that many nodes.
     """
+    assert "all_reduce" in collectives and set(collectives) <= set(COLLECTIVES)
     device, ranks, start = torch.device(device), world_size(), time.perf_counter()
     if num_nodes < 1 or ranks % num_nodes:
         raise ValueError(f"{ranks} ranks cannot be spread evenly over {num_nodes} nodes")
@@ -67,7 +75,7 @@ def calibrate(*, device: torch.device | str = "cpu", num_nodes: int = 1, budget_
     deadline = start + 1.4 * budget_seconds * (1 + _GROUP_SHARE * (len(groups) - 1))
     parts: dict[Any, Callable[[], Mapping[Any, float]]] = dict(_device_parts(device, budget_seconds=0.35 * half))
     with process_groups(groups) as made:
-        timers = collective_timers(made, device=device, budgets=budgets)
+        timers = collective_timers(made, ops=collectives, device=device, budgets=budgets)
         times = repeat_parts(parts | timers, seconds_left=lambda: average([deadline - time.perf_counter()])[0])
     curves = {key: curve(times[key]) for key in timers}
     inter = fit_link(curves, Group(num_nodes, local))

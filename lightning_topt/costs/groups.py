@@ -38,7 +38,7 @@ class Group:
         return self.size * self.stride
 
     def is_inside(self, devices_per_node: int) -> bool:
-        """Whether all its ranks share a node of so many devices."""
+        """Whether all its ranks share a node of so many devices, where a node begins with a group."""
         return self.span <= devices_per_node
 
     def ranks_on_node(self, devices_per_node: int) -> int:

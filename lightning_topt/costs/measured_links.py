@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,15 +82,15 @@ def process_groups(groups: Sequence[Group]) -> Iterator[ProcessGroups]:
 
 
 def collective_timers(
-    groups: ProcessGroups, *, device: torch.device, budgets: Mapping[Group, float]
+    groups: ProcessGroups, *, ops: Collection[str], device: torch.device, budgets: Mapping[Group, float]
 ) -> dict[CurveKey, CollectiveTimer]:
-    """A timer of each collective in each kind of group, for which all of them together have the seconds in `budgets`.
+    """A timer of each of `ops` in each kind of group, for which all of them together have the seconds in `budgets`.
 
     all_gather and reduce_scatter are those that sharded plans run (`communication.collectives`).
     """
     timers = {}
     for group, process_group in groups.items():
-        calls = _collective_calls(group.size, process_group)
+        calls = {op: make for op, make in _collective_calls(group.size, process_group).items() if op in ops}
         each = budgets[group] / sum(_SHARES.get(op, 1.0) for op in calls)
         for op, make in calls.items():
             elements = group.size ** (

@@ -25,8 +25,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_topt.costs import measurement_store
-from lightning_topt.costs.calibrate import calibrate, measure_kernels
+from lightning_topt.costs.calibrate import USUAL_COLLECTIVES, calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster, ClusterError
+from lightning_topt.costs.collective_curves import COLLECTIVES
 from lightning_topt.costs.compute import KernelKey, kernel_key
 from lightning_topt.costs.groups import mesh_groups
 from lightning_topt.costs.machine_setup import describe_setup
@@ -100,7 +101,7 @@ class Measurements:
         return None if self.directory is None else self.directory / measurement_store.file_name(self.setup)
 
     def cluster(self) -> Cluster:
-        """The cluster as stored, else as `calibrate` measures it now (about 2 s).
+        """The cluster as stored, else as `calibrate` measures it now (about 2 s); with `refresh` all collectives (about 3 s).
 
         What is stored is measured again where one exchange now takes six times as long as it should, or a sixth.
         """
@@ -109,7 +110,8 @@ class Measurements:
             return stored
         again = "" if stored is None else " again, since exchanges take another time than when it was measured"
         self._tell(f"measuring this machine{again} (about 2 s)")
-        cluster = calibrate(device=self.device, num_nodes=self.setup["num_nodes"])
+        ops = USUAL_COLLECTIVES if self._refreshed is None else COLLECTIVES
+        cluster = calibrate(device=self.device, num_nodes=self.setup["num_nodes"], collectives=ops)
         self._add({self._name("cluster"): cluster.to_dict()})
         return cluster
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -11,7 +11,7 @@ import numpy as np
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size, estimate_collective_seconds
-from lightning_topt.costs.compute import KernelKey, estimate_kernels_seconds
+from lightning_topt.costs.compute import KernelKey, estimate_pass_seconds
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange import ExchangeModel, make_exchange_model
 from lightning_topt.costs.groups import Group
@@ -21,7 +21,7 @@ from lightning_topt.costs.page_faults import kernels_bytes
 from lightning_topt.costs.segments import Segments, blocks_reduced_last, locate
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_graph import OpGraph, Parameter
+from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
 
 
 @dataclass(frozen=True)
@@ -130,20 +130,28 @@ class TrainingStep:
     @cached_property
     def compute(self) -> dict[str, Array]:
         """Seconds of each block's kernels (direction, segment): forward, backward."""
-        times = {block.name: np.zeros((2, self.segments.count)) for block in self.graph.blocks}
+        passes: dict[tuple[str, int, int], list[Kernel]] = {}
         for op in self.graph.ops:
             for index, kernels in enumerate((op.forward, op.backward)):
-                seconds = estimate_kernels_seconds(
-                    kernels,
-                    batch_size=self.batch_size,
-                    device=self.cluster.device,
-                    measured=self.kernel_seconds,
-                    measured_batch_size=self.graph.batch_size,
-                )
-                seconds += self.cluster.device.framework_seconds * sum(kernel.count for kernel in kernels)
-                seconds += self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
-                times[op.block][index, self.segments.of_op[op.name]] += seconds
+                passes.setdefault((op.block, index, self.segments.of_op[op.name]), []).extend(kernels)
+        times = {block.name: np.zeros((2, self.segments.count)) for block in self.graph.blocks}
+        known: dict[tuple[int, ...], float] = {}
+        for (block, index, segment), found in passes.items():
+            key = tuple(map(id, found))  # repeated blocks share their kernels
+            if key not in known:
+                known[key] = self._pass_seconds(found)
+            times[block][index, segment] = known[key]
         return times
+
+    def _pass_seconds(self, kernels: Sequence[Kernel]) -> float:
+        seconds = estimate_pass_seconds(
+            kernels,
+            batch_size=self.batch_size,
+            device=self.cluster.device,
+            measured=self.kernel_seconds,
+            measured_batch_size=self.graph.batch_size,
+        )
+        return seconds + self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
 
     def taken_seconds(self, size: float) -> float:
         """Return the seconds to take `size` bytes anew from the operating system; 0 where freed memory is kept."""

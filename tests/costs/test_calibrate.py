@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_topt.costs.calibrate import calibrate, measure_kernels
+from lightning_topt.costs.calibrate import USUAL_COLLECTIVES, calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.collective_curves import COLLECTIVES
 from lightning_topt.costs.groups import Group, mesh_groups, ranks_of_groups
@@ -43,7 +43,7 @@ def test_two_ranks_measure_the_same_sane_cluster():
     (data, kernels), (other, other_kernels) = run_ranks(on_rank, 2)
     assert data == other and kernels == other_kernels
     cluster = Cluster.from_dict(data)
-    assert set(cluster.collectives) == {(op, 2, 1) for op in COLLECTIVES}
+    assert set(cluster.collectives) == {(op, 2, 1) for op in USUAL_COLLECTIVES}
     for curve in cluster.collectives.values():
         assert len(curve.sizes) >= 2
         assert all(0 < a <= b < 10 for a, b in zip(curve.seconds, curve.seconds[1:], strict=False))
@@ -77,7 +77,7 @@ def test_nodes_must_divide_ranks():
 
 def inter_on_rank(rank):
     before = dict(dist.distributed_c10d._world.pg_map)
-    cluster = calibrate(num_nodes=2, budget_seconds=0.3)
+    cluster = calibrate(num_nodes=2, budget_seconds=0.3, collectives=COLLECTIVES)
     assert dict(dist.distributed_c10d._world.pg_map) == before
     return cluster
 
@@ -103,7 +103,9 @@ def timers_on_rank(rank):
     groups = mesh_groups(4, devices_per_node=2)
     with process_groups(groups) as made:
         found = {group: dist.get_process_group_ranks(process_group) for group, process_group in made.items()}
-        timers = collective_timers(made, device=torch.device("cpu"), budgets=dict.fromkeys(groups, 0.0))
+        timers = collective_timers(
+            made, ops=COLLECTIVES, device=torch.device("cpu"), budgets=dict.fromkeys(groups, 0.0)
+        )
         values = {}
         for key in ((op, group.size, group.stride) for op in ("all_reduce", "broadcast") for group in groups):
             value = torch.full((4,), 10.0**rank)

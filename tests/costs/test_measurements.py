@@ -82,6 +82,16 @@ def test_another_set_up_and_a_refresh_measure_again(tmp_path, counted, monkeypat
     assert sorted(counted[9:]) == ["measure_kernels", "measure_kind", "measure_kind"]
 
 
+@pytest.mark.parametrize(("refresh", "count"), [(False, 4), (True, 6)])
+def test_a_start_measures_what_data_parallelism_uses_and_topt_calibrate_everything(
+    tmp_path, monkeypatch, refresh, count
+):
+    asked = []
+    monkeypatch.setattr(measurements, "calibrate", lambda **o: asked.append(o["collectives"]) or cluster_of(1))
+    Measurements.open(directory=tmp_path, refresh=refresh).cluster()
+    assert len(asked[0]) == count
+
+
 def test_generators_and_modes_are_as_before(tmp_path, counted):
     module = nn.Linear(3, 2)
     optimizer = optim.AdamW(module.parameters())

@@ -25,16 +25,16 @@ UNIFORM = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 @dataclass(frozen=True)
 class UniformPlan:
-    """The same ZeRO stage, and recomputation or not, for every block that the capture finds."""
+    """The same ZeRO level, and recomputation or not, for every block that the capture finds."""
 
-    stage: int
+    level: int
     recompute: bool
 
     def of(self, graph: OpGraph, *, data_parallel_size: int) -> ParallelPlan:
         """The plan for the blocks of `graph`."""
         names = [block.name for block in graph.blocks]
         again = [block.name for block in graph.blocks if self.recompute and block.recomputable]
-        return uniform_plan(self.stage, data_parallel_size=data_parallel_size, blocks=names, recompute=again)
+        return uniform_plan(self.level, data_parallel_size=data_parallel_size, blocks=names, recompute=again)
 
 
 def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None) -> ParallelPlan | UniformPlan | None:

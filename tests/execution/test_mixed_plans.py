@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
@@ -27,6 +28,7 @@ LAYOUTS = {
     "loose parameters flat": ("hybrid", "zero1", "hybrid", "ddp", "ddp+", "hybrid_zero2", "zero3"),
     "hybrid alone": ("hybrid", "hybrid+", "hybrid", "hybrid", "hybrid_zero2", "hybrid", "hybrid"),
     "one axis": ("flat", "ddp", "zero1", "zero2+", "zero3", "zero3+", "zero1"),
+    "gradients exchanged by a hook": ("hybrid", "hybrid", "ddp", "zero1", "zero3+", "ddp", "ddp"),
     "loose parameters sharded": ("flat", "zero1", "ddp", "zero1", "ddp+", "ddp", "zero2"),
 }
 OPTIMIZERS: dict[str, Any] = {
@@ -65,7 +67,8 @@ def plan_of(layout: str) -> ParallelPlan:
         BlockPlan(name, OpConfig(PRESETS[preset.rstrip("+")].storage(mesh), recompute=preset.endswith("+")))
         for name, preset in zip([*"abcde", ""], presets, strict=True)
     ]
-    return ParallelPlan.of_blocks(blocks, mesh=mesh)
+    exchange = ExchangeOptions(density=1.0, hierarchical=False) if layout == "gradients exchanged by a hook" else None
+    return ParallelPlan.of_blocks(blocks, mesh=mesh, gradient_exchange=exchange)
 
 
 def data() -> Tensor:
@@ -127,7 +130,11 @@ def train(rank: int, layout: str, optimizer_name: str) -> Any:
         dist.all_reduce(mean := losses.mean())
         record.append((mean.item() / WORLD, *step(module, optimizers, engine.clip_norm, engine.clip_value)))
     state = engine.state_dict()
+    if engine.exchange is not None:
+        whole_ones = {n for n in originals if n.startswith(("b.", "c.", "e.")) or "." not in n or n == "embed.weight"}
+        assert rank or set(state["exchange"]["ranks"][0]["residual"]) == whole_ones - {"shift"}
     engine.release()
+    engine.close()
     assert all(p is originals[n] for n, p in module.named_parameters()) and module.head.weight is module.embed.weight
     assert type(module) is Net and not any(m._forward_hooks for m in module.modules())
     module(data()[0]).backward()  # a plain module again: runs without any peer

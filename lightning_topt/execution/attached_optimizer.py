@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -43,12 +45,11 @@ class AttachedOptimizer:
         self.parallel_step = steps[0] if steps else None
         self._local_step = install_local_step(optimizer)
         self._sharded = [i for i, p in enumerate(parameters_of(optimizer)) if isinstance(p, DTensor)]
-        self._kept: dict[int, State] | None = None  # of sharded parameters, once released
-        self._on_host: dict[int, State] | None = None  # of sharded parameters, whole on rank 0
+        self._kept: dict[int, State] | None = None  # of sharded parameters, once released or on the host
 
     def full_state(self) -> State:
         """Return the ``state_dict`` of one process on rank 0; other ranks may return a part."""
-        whole = self._on_host if self._on_host is not None else gather_parameter_states(self._shards())
+        whole = gather_parameter_states(self._shards())
         with self._without_shards():
             if self.parallel_step is not None:
                 self.parallel_step.consolidate_state_dict()
@@ -83,10 +84,11 @@ class AttachedOptimizer:
         self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state))
 
     def to_host(self) -> None:
-        """Take the state off the device for good: `full_state` still returns it."""
-        self._on_host = gather_parameter_states(self._shards())
+        """Take the state off the device for good, each rank its own: `full_state` and `own_state` still return it."""
+        self._kept = {i: {k: _HostShard.of(v) for k, v in values.items()} for i, values in self._shards()}
+        self._drop_shards()
         for values in self.optimizer.state.values():
-            values.update({k: v.cpu() for k, v in values.items() if isinstance(v, Tensor) and not _is_shard(v)})
+            values.update({k: v.cpu() for k, v in values.items() if isinstance(v, Tensor)})
 
     def release(self) -> None:
         """Give the optimizer its own step and parameters back, before techniques are undone; its shards are kept here."""
@@ -94,24 +96,17 @@ class AttachedOptimizer:
             self._local_step.detach()
         if self.parallel_step is not None:
             self.parallel_step.detach()
-        self._kept = self._shards() if self._on_host is None else {}
-        for parameter in parameters_of(self.optimizer):
-            if isinstance(parameter, DTensor):
-                self.optimizer.state.pop(parameter, None)
+        self._kept = dict(self._shards()) if self._kept is None else self._kept
+        self._drop_shards()
         follow_parameters(self.optimizer, {new: original for original, new in self._replaced.items()})
 
     def give_back(self) -> None:
         """Give an optimizer that is used again after `release` the whole states of sharded parameters, on every rank."""
         assert self._kept is not None, "release() comes first"
-        whole = gather_parameter_states(self._kept, everywhere=True)
-        if self._on_host is not None:
-            box = [self._on_host]
-            dist.broadcast_object_list(box, 0)
-            whole = box[0]
         parameters = parameters_of(self.optimizer)
-        for index, values in whole.items():
+        for index, values in gather_parameter_states(self._shards(), everywhere=True).items():
             self.optimizer.state[parameters[index]] = values
-        self._sharded, self._kept, self._on_host = [], None, None
+        self._sharded, self._kept = [], None
 
     def _plain_state(self) -> State:
         """As Lightning takes it: optimizers such as torch's ZeroRedundancyOptimizer spread their state by themselves."""
@@ -120,12 +115,19 @@ class AttachedOptimizer:
         self.optimizer.consolidate_state_dict()
         return self.optimizer.state_dict() if dist.get_rank() == 0 else {}
 
-    def _shards(self) -> dict[int, State]:
-        """The states of sharded parameters by index, as DTensors."""
-        if self._kept is not None:
-            return self._kept
+    def _shards(self) -> Iterator[tuple[int, State]]:
+        """The states of sharded parameters by index, as DTensors on the device."""
         parameters, state = parameters_of(self.optimizer), self.optimizer.state
-        return {index: dict(state[parameters[index]]) for index in self._sharded if parameters[index] in state}
+        for index in self._sharded:
+            if self._kept is None and parameters[index] in state:
+                yield index, dict(state[parameters[index]])
+            elif self._kept is not None and index in self._kept:
+                yield index, {k: v.placed() if isinstance(v, _HostShard) else v for k, v in self._kept[index].items()}
+
+    def _drop_shards(self) -> None:
+        for parameter in parameters_of(self.optimizer):
+            if isinstance(parameter, DTensor):
+                self.optimizer.state.pop(parameter, None)
 
     @contextmanager
     def _without_shards(self) -> Generator[None, None, None]:
@@ -137,8 +139,27 @@ class AttachedOptimizer:
             state.update(taken)
 
 
-def _is_shard(value: Any) -> bool:
-    return isinstance(value, DTensor)
+@dataclass(frozen=True)
+class _HostShard:
+    """This rank's shard of `like`, a DTensor without memory, in host memory."""
+
+    local: Tensor
+    like: DTensor
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return _to_host(value)
+        return cls(value.to_local().cpu(), _as_dtensor(torch.empty_like(value.to_local(), device="meta"), value))
+
+    def placed(self) -> DTensor:
+        return _as_dtensor(self.local.to(self.like.device_mesh.device_type), self.like)
+
+
+def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _to_host(value: Any) -> Any:

@@ -6,7 +6,7 @@ need no communication: every rank has read the whole state and keeps its part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,11 +37,11 @@ def place_module_state(state: Mapping[str, Any], module_state: Mapping[str, Any]
 
 
 @torch.no_grad()
-def gather_parameter_states(states: Mapping[int, State], *, everywhere: bool = False) -> dict[int, State]:
-    """Return the full form of an optimizer's states by parameter index, on rank 0 or `everywhere`."""
+def gather_parameter_states(states: Iterable[tuple[int, State]], *, everywhere: bool = False) -> dict[int, State]:
+    """Return the full form of an optimizer's states by parameter index, on rank 0 or `everywhere`; one by one."""
     wanted = everywhere or dist.get_rank() == 0
     whole: dict[int, State] = {}
-    for index, values in states.items():
+    for index, values in states:
         of_parameter = {}
         for key, value in values.items():
             full = value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,7 +1,8 @@
 """Checkpoints as a folder: every rank writes what it keeps, and reads what it is to keep under any plan and world size.
 
-Tensors are in torch.distributed.checkpoint's files, under ``module.<name>`` and ``optimizers.<number>.<index>.<name>``,
-whatever is no tensor beside them in `REST`. `read_sharded_checkpoint` gives what the plain file of one process has.
+Tensors are in torch.distributed.checkpoint's files, under ``module.<name>``, ``optimizers.<number>.<index>.<name>`` and
+``exchange.<position>.<kind>.<name>``, whatever is no tensor beside them in `REST`. `read_sharded_checkpoint` gives what the
+plain file of one process has.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 State = dict[str, Any]
 REST = "trainer_state.pt"
 _OTHERS = "sharded_checkpoint"  # key in REST of what is no tensor in the states
+EXCHANGE_AT = ("lightning_topt", "gradient_exchange")  # where checkpoints have the state of the gradient exchange
 _METADATA = ".metadata"  # torch.distributed.checkpoint's
 
 
@@ -39,6 +41,7 @@ def save_sharded(
     *,
     module: Mapping[str, Any],
     optimizers: Sequence[Mapping[str, Any]],
+    exchange: Mapping[str, Any] | None = None,
     rest: Mapping[str, Any],
     save_rest: Callable[[Any, Path], None] = torch.save,
 ) -> None:
@@ -62,13 +65,17 @@ def save_sharded(
                 else:
                     plain.setdefault(index, {})[name] = value
         others.append({"values": plain, "param_groups": optimizer["param_groups"]})
+    for kind, values in (exchange or {"state": {}})["state"].items():
+        assert exchange is not None
+        tensors.update({f"exchange.{exchange['position']}.{kind}.{name}": value for name, value in values.items()})
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(others, gathered if rank == 0 else None)
     dist.barrier()  # the folder is empty
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     save(tensors, storage_writer=FileSystemWriter(unfinished), planner=planner)
     if rank == 0:
-        save_rest({**rest, _OTHERS: _joined(gathered)}, unfinished / REST)
+        joined = _joined(gathered) | ({} if exchange is None else {"exchange": _outline(exchange)})
+        save_rest({**rest, _OTHERS: joined}, unfinished / REST)
         _replace(target, unfinished)
     dist.barrier()
 
@@ -86,6 +93,10 @@ def open_sharded(path: str | os.PathLike[str], rest: Mapping[str, Any]) -> State
             StoredOptimizer(Path(path), number, **of_optimizer)
             for number, of_optimizer in enumerate(others["optimizers"])
         ]
+    if "exchange" in others:
+        section, key = EXCHANGE_AT
+        state = {**others["exchange"], "ranks": StoredExchange(Path(path), others["exchange"]["ranks"])}
+        checkpoint[section] = {**checkpoint.get(section, {}), key: state}
     return checkpoint
 
 
@@ -102,6 +113,8 @@ def read_sharded_checkpoint(path: str | os.PathLike[str], *, weights_only: bool 
     checkpoint["state_dict"] = checkpoint["state_dict"].read()
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [stored.whole() for stored in checkpoint["optimizer_states"]]
+    if exchange := checkpoint.get(EXCHANGE_AT[0], {}).get(EXCHANGE_AT[1]):
+        exchange["ranks"] = list(exchange["ranks"])
     return checkpoint
 
 
@@ -173,6 +186,33 @@ class StoredOptimizer(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return 2
+
+
+class StoredExchange(Sequence[dict[str, dict[str, Tensor]]]):
+    """What each rank of a gradient exchange held back, in a checkpoint folder; an entry is read when it is asked for."""
+
+    def __init__(self, path: Path, ranks: int) -> None:
+        self._path, self._ranks = path, ranks
+        self._known = {key: metadata for key, metadata in _tensors(path).items() if key.startswith("exchange.")}
+
+    def __len__(self) -> int:
+        return self._ranks
+
+    def __getitem__(self, position: Any) -> Any:
+        if not 0 <= position < self._ranks:
+            raise IndexError(position)
+        prefix = f"exchange.{position}."
+        targets = {key: _target(metadata, None) for key, metadata in self._known.items() if key.startswith(prefix)}
+        _read(self._path, targets)
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, value in targets.items():
+            kind, name = key.removeprefix(prefix).split(".", 1)
+            state.setdefault(kind, {})[name] = value
+        return state
+
+
+def _outline(exchange: Mapping[str, Any]) -> State:
+    return {"step": exchange["step"], "method": exchange["method"], "ranks": exchange["holders"]}
 
 
 def _joined(gathered: Sequence[Any]) -> State:

@@ -105,7 +105,8 @@ class EngineCheckpoints(ExchangeSteps):
         if self.parallel_plan is not None and "pytorch-lightning_version" in checkpoint:
             # The user's hooks were given `checkpoint`, and may keep it.
             checkpoint = {**checkpoint, CHECKPOINT_KEY: {"plan": self.parallel_plan.to_dict()}}
-            self._save_exchange(checkpoint)
+            if self.checkpoint_form == "full":
+                self._save_exchange(checkpoint)
         if self.checkpoint_form == "sharded" and "pytorch-lightning_version" in checkpoint:
             self._save_folder(checkpoint, filepath, storage_options)
             return
@@ -127,6 +128,7 @@ class EngineCheckpoints(ExchangeSteps):
             filepath,
             module=checkpoint["state_dict"],
             optimizers=checkpoint.get("optimizer_states", []),
+            exchange=self.exchange.own_state_dict() if self.exchange and self._saves_exchange(checkpoint) else None,
             rest=rest,
             save_rest=self.checkpoint_io.save_checkpoint,
         )

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,6 +34,7 @@ from lightning_topt.plugins.planning import Planning, optimizers_of
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
 from lightning_topt.plugins.read_options import UniformPlan
 from lightning_topt.plugins.whole_parameters import why_whole
+from lightning_topt.techniques.block_parameters import block_of
 
 Decision = tuple[ParallelPlan, Planning | None, str]
 
@@ -52,10 +53,15 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         _check_manual(request, plain)
         return plain, None, "ddp: manual optimization"
     given = request.plan
+<<<<<<< HEAD
     mesh = data_mesh(world_size)
     if isinstance(given, UniformPlan):
         mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
         given = given if request.needs_batch(module) else preset_plan(given.preset, mesh=mesh)
+=======
+    if isinstance(given, UniformPlan) and not request.needs_batch(module):
+        given = uniform_plan(given.level, data_parallel_size=world_size)
+>>>>>>> engine
     if isinstance(given, ParallelPlan):
         check_world_size(given, world_size)
         _check_model(given, module)
@@ -168,8 +174,24 @@ def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -
     return choose(frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin)
 
 
+<<<<<<< HEAD
 def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None) -> str | None:
     """Why plans with sharded parameters cannot run here, or None."""
+=======
+def _families(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[str, ...]:
+    reason = _needs_whole_parameters(request, trainer, graph)
+    return ("replicated",) if reason else FAMILIES
+
+
+def _needs_whole_parameters(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    graph: OpGraph | None = None,
+    *,
+    is_sharded: Callable[[str], bool] = lambda _: True,
+) -> str | None:
+    """Why plans that shard the parameters whose name `is_sharded` cannot run here, or None."""
+>>>>>>> engine
     if request.only_replicated:
         return "options of DistributedDataParallel were given, and sharded plans do not run it"
     averaging = (StochasticWeightAveraging, WeightAveraging)
@@ -177,16 +199,22 @@ def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer, graph: Op
         return "weight-averaging callbacks copy whole parameters"
     if trainer.precision == "16-true":
         return "16-true keeps no float32 weights to shard"
-    if graph is not None and graph.unused:
-        return f"the step gives {graph.unused[0]} no gradient, which only DistributedDataParallel sees and answers"
-    return why_whole(trainer)
+    unused = [] if graph is None else [name for name in graph.unused if is_sharded(name)]
+    if unused:
+        return f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees and answers"
+    return why_whole(trainer, is_sharded=is_sharded)
 
 
 def _check_features(
     plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
 ) -> None:
-    reason = _needs_whole_parameters(request, trainer, graph) if not plan.keeps_gradients_whole else None
-    if reason:
+    levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
+
+    def is_sharded(parameter: str) -> bool:
+        return bool(levels[block_of(parameter, levels)])
+
+    shards = not plan.keeps_gradients_whole
+    if shards and (reason := _needs_whole_parameters(request, trainer, graph, is_sharded=is_sharded)):
         raise PlanError(f"this plan shards parameters, but {reason}; choose ZeRO level 0 or 1")
     check_exchange_of_run(plan, trainer)
 

@@ -12,7 +12,11 @@ Adding one takes its own file and one line of the registry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+<<<<<<< HEAD
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+=======
+from collections.abc import Callable, Mapping, Sequence
+>>>>>>> engine
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.communication.rank_watch import time_limit
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.training_step import TrainingStep
@@ -81,14 +86,23 @@ class ParallelModel:
     def device_mesh(self, *, inner: int) -> DeviceMesh:
         """Return all ranks as a mesh of the module's device: rows of `inner` neighbours, one dim where one row has them all.
 
-        A collective call. Its groups are its own: collective calls of two techniques may then run in any order.
+        A collective call. Beside DDP its groups are its own: the collective calls of both may then run in any order.
         """
-        world_size = dist.get_world_size()
-        ranks = torch.arange(world_size)
-        if inner == world_size:
-            return DeviceMesh.from_group(dist.new_group(), self.device.type, mesh_dim_names=("data",))
-        names = ("data_replicate", "data_shard")
-        return DeviceMesh(self.device.type, ranks.view(-1, inner), mesh_dim_names=names)
+        kind, ranks = self.device.type, torch.arange(dist.get_world_size())
+        if inner == len(ranks):
+            beside_ddp = any(has_whole_gradients(config) for config in self.configs.values())
+            group = _own_group([ranks.tolist()]) if beside_ddp else dist.group.WORLD
+            assert group is not None
+            return DeviceMesh.from_group(group, kind, mesh_dim_names=("data",))
+        rows = ranks.view(-1, inner)
+        groups = [_own_group(rows.T.tolist()), _own_group(rows.tolist())]
+        return DeviceMesh.from_group(groups, kind, mesh=rows, mesh_dim_names=("data_replicate", "data_shard"))
+
+
+def _own_group(parts: Sequence[list[int]]) -> dist.ProcessGroup:
+    """The one of `parts` that this rank is in, as a new group. Calls on it end when those of the run must."""
+    groups: list[dist.ProcessGroup] = [dist.new_group(part, timeout=time_limit()) for part in parts]
+    return next(group for part, group in zip(parts, groups, strict=True) if dist.get_rank() in part)
 
 
 def _leave_alone(_: Optimizer) -> ParallelStep | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
@@ -27,6 +28,7 @@ LAYOUTS = {
     "loose parameters flat": ("hybrid", "zero1", "hybrid", "ddp", "ddp+", "hybrid_zero2", "zero3"),
     "hybrid alone": ("hybrid", "hybrid+", "hybrid", "hybrid", "hybrid_zero2", "hybrid", "hybrid"),
     "one axis": ("flat", "ddp", "zero1", "zero2+", "zero3", "zero3+", "zero1"),
+    "gradients exchanged by a hook": ("hybrid", "hybrid", "ddp", "zero1", "zero3+", "ddp", "ddp"),
     "loose parameters sharded": ("flat", "zero1", "ddp", "zero1", "ddp+", "ddp", "zero2"),
 }
 OPTIMIZERS: dict[str, Any] = {
@@ -65,7 +67,8 @@ def plan_of(layout: str) -> ParallelPlan:
         BlockPlan(name, OpConfig(PRESETS[preset.rstrip("+")].storage(mesh), recompute=preset.endswith("+")))
         for name, preset in zip([*"abcde", ""], presets, strict=True)
     ]
-    return ParallelPlan.of_blocks(blocks, mesh=mesh)
+    exchange = ExchangeOptions(density=1.0, hierarchical=False) if layout == "gradients exchanged by a hook" else None
+    return ParallelPlan.of_blocks(blocks, mesh=mesh, gradient_exchange=exchange)
 
 
 def data() -> Tensor:
@@ -127,12 +130,22 @@ def train(rank: int, layout: str, optimizer_name: str) -> Any:
         dist.all_reduce(mean := losses.mean())
         record.append((mean.item() / WORLD, *step(module, optimizers, engine.clip_norm, engine.clip_value)))
     state = engine.state_dict()
+    if engine.exchange is not None:
+        whole_ones = {n for n in originals if n.startswith(("b.", "c.", "e.")) or "." not in n or n == "embed.weight"}
+        assert rank or set(state["exchange"]["ranks"][0]["residual"]) == whole_ones - {"shift"}
+    if "foreach" in optimizer_name:
+        engine.optimizer_state_to_host()
     engine.release()
+    engine.close()
     assert all(p is originals[n] for n, p in module.named_parameters()) and module.head.weight is module.embed.weight
     assert type(module) is Net and not any(m._forward_hooks for m in module.modules())
     module(data()[0]).backward()  # a plain module again: runs without any peer
     after = [engine.optimizer_state(optimizer) for optimizer in optimizers]
-    return record, state, {name: value.clone() for name, value in module.state_dict().items()}, after
+    for optimizer in optimizers:
+        engine.return_optimizer_state(optimizer)
+    returned = [optimizer.state for optimizer in optimizers]
+    values = {name: returned[0].get(p) or returned[-1].get(p) for name, p in module.named_parameters()}
+    return record, state, {name: value.clone() for name, value in module.state_dict().items()}, after, values
 
 
 def every_layout(rank: int) -> Any:
@@ -144,6 +157,11 @@ def ranks() -> Any:
     return run_ranks(every_layout, WORLD)
 
 
+def is_divided(name: str, layout: str) -> bool:
+    block = name[0] if name[0] in "abcde" and name[1] == "." else ""
+    return name == "shift" or dict(zip([*"abcde", ""], LAYOUTS[layout][1:], strict=True))[block].startswith("zero1")
+
+
 def assert_close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -152,13 +170,24 @@ def assert_close(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mixed_plan_equals_one_process(ranks: Any, layout: str, optimizer_name: str) -> None:
     expected, parameters, optimizer_states = one_process(optimizer_name)
+    names = [name for name, _ in Net().named_parameters()]
+    by_optimizer = [names[i :: len(optimizer_states)] for i in range(len(optimizer_states))]
+    wanted_of = {
+        name: state["state"].get(index)
+        for of_optimizer, state in zip(by_optimizer, optimizer_states, strict=True)
+        for index, name in enumerate(of_optimizer)
+    }
     for of_rank in ranks:
-        record, _, released, _ = of_rank[layout, optimizer_name]
+        record, _, released, _, values = of_rank[layout, optimizer_name]
         for (loss, gradients, norm), (loss_1, gradients_1, norm_1) in zip(record, expected, strict=True):
             assert loss == pytest.approx(loss_1, rel=1e-5) and norm == pytest.approx(norm_1, rel=1e-5)
             assert_close(gradients, gradients_1)
         assert_close(released, dict(parameters))
-    _, state, _, after = ranks[0][layout, optimizer_name]
+        for name, state in values.items():
+            if state is not None:  # (that of ZeRO level 1 stays divided)
+                assert_close(state, wanted_of[name])
+        assert {n for n, state in values.items() if state is None} <= {n for n in values if is_divided(n, layout)}
+    _, state, _, after, _ = ranks[0][layout, optimizer_name]
     assert_close(state["module"], dict(parameters))
     for of_optimizer in (state["optimizers"], after):
         for actual, wanted in zip(of_optimizer, optimizer_states, strict=True):

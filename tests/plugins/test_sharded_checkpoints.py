@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_topt import AutoParallelStrategy, read_sharded_checkpoint
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.execution.sharded_checkpoint import is_sharded_checkpoint
 from lightning_topt.graph.mesh_axes import hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
@@ -90,7 +92,18 @@ def on_two_ranks(rank: int, folder: Path) -> Any:
     trainer, module = make_trainer(DDPStrategy(), devices=2, max_epochs=2), ResumableGPT()
     trainer.fit(module, ckpt_path=whole)
     tested = topt_trainer("ddp").test(ResumableGPT(), loader(4), ckpt_path=whole, verbose=False)[0]["test_loss"]
-    return [*resumed, module.losses], tested, refused(folder)
+    return [*resumed, module.losses], tested, held_back(folder / "compressed"), refused(folder)
+
+
+def held_back(folder: Path) -> Any:
+    """What a gradient exchange holds back on each rank is in the folder as well."""
+    exchange = ExchangeOptions(density=0.1, hierarchical=False)
+    plan = ParallelPlan.of_blocks([BlockPlan("", OpConfig.zero(1))], mesh=2, gradient_exchange=exchange)
+    options = {**SHARDED, "allow_compression": True}
+    losses, _ = fit_and_save(plan, folder, options=options)
+    resumed = fit(plan, path=folder / "step=6.ckpt", options=options)[1].losses
+    without = fit(replace(plan, gradient_exchange=None), path=folder / "step=6.ckpt")[1].losses
+    return losses[6:], resumed, without
 
 
 def refused(folder: Path) -> list[str]:
@@ -125,11 +138,17 @@ def test_resumed_in_the_middle_of_an_epoch_as_if_undisturbed(four: Any) -> None:
 
 def test_resumed_on_other_ranks_and_as_a_plain_file(four: Any, folder: Path) -> None:
     (losses, _), *_, tested = four[0]
-    for resumed, tested_whole, (remote, storage_options) in on_ranks(on_two_ranks, folder):
+    for resumed, tested_whole, (undisturbed, compressed, dense), refusals in on_ranks(on_two_ranks, folder):
         for tail in resumed:
             assert tail == pytest.approx(losses[6:], rel=1e-5)
         assert tested_whole == pytest.approx(tested, rel=1e-4)
-        assert "file system that all ranks see" in remote and "takes neither storage_options" in storage_options
+        assert compressed == pytest.approx(undisturbed, rel=1e-5) and dense[1] != pytest.approx(
+            undisturbed[1], rel=1e-5
+        )
+        assert "file system that all ranks see" in refusals[0] and "takes neither storage_options" in refusals[1]
+    held = read_sharded_checkpoint(folder / "compressed" / "step=6.ckpt")["lightning_topt"]["gradient_exchange"]
+    assert held["step"] == 6 and len(held["ranks"]) == 2
+    assert all(held["ranks"][rank]["residual"]["head.weight"].abs().sum() > 0 for rank in range(2))
 
 
 def test_the_folder_after_the_fit_is_the_last_one(four: Any, folder: Path) -> None:

@@ -63,6 +63,11 @@ def apply(layer: Layer, states: Array, transitions: Rows) -> Array:
     return after
 
 
+def choices(layers: Sequence[Layer], plans: Rows) -> Rows:
+    """Return what each layer decides (n, N) in plans given as transitions (n, N)."""
+    return np.stack([layer.choice[plans[:, n]] for n, layer in enumerate(layers)], axis=1)
+
+
 def exact_grid(costs: Sequence[Array]) -> float:
     """Return a power of two so small that rounding to its multiples changes a sum of one of each of `costs` by about an ulp.
 

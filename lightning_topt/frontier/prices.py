@@ -31,12 +31,23 @@ _RATIOS = 30
 _STEPS = 100
 _WORK = 3 * 10**8  # multiply-adds that finding prices may take
 _CORNERS = 192
+_ROOM, _IMPROVED, _ROUNDS, _ENOUGH = (
+    4096,
+    64,
+    8,
+    1024,
+)  # changes of a plan, plans changed in a round, rounds, known plans
 _TOLERANCE = 2.0**-40  # of the sum of all values: above the rounding of prices, which must not drop a plan
 
 
-def kernels() -> Any:
-    """Return the compiled kernels; importing Numba takes 0.4 s, so they are loaded where work is large."""
-    return importlib.import_module("lightning_topt.frontier.kernels")
+def price_kernels() -> Any:
+    """Return the compiled loops over all layers; importing Numba takes 0.4 s, so they are loaded where work is large."""
+    return importlib.import_module("lightning_topt.frontier.price_kernels")
+
+
+def state_kernels() -> Any:
+    """Return the compiled loops over partial plans."""
+    return importlib.import_module("lightning_topt.frontier.state_kernels")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,12 +88,15 @@ class Prices:
         Gain g: whatever completes a state is beaten or equalled by a known plan that counts as (1 + g) times better.
         """
         found = np.empty(len(states))
-        kernels().gains(states, group, self.masses[n], self.potentials[n], limits, found)
+        state_kernels().gains(states, group, self.masses[n], self.potentials[n], limits, found)
         return found
 
 
-def make_prices(layers: Sequence[Layer]) -> tuple[Prices, Known]:
-    """Return prices for `layers`, each with at least one transition, and the plans met while seeking them."""
+def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[Prices, Known]:
+    """Return prices for `layers`, each with at least one transition, and good plans.
+
+    Fewer `steps` give prices that exclude less; no more plans than those that they meet are sought then.
+    """
     net = Network(tuple(layers))
     ratios = np.stack(
         [np.append(np.geomspace(1 / 64, 64, _RATIOS), [1, 0]), np.append(np.ones(_RATIOS), [0, 1])], axis=1
@@ -90,11 +104,12 @@ def make_prices(layers: Sequence[Layer]) -> tuple[Prices, Known]:
     weights = ratios / net.units
     rates = 16 / ratios.sum(axis=1, keepdims=True) * weights
     work = len(ratios) * sum(layer.values.size + len(layer.start) * 16 for layer in layers)
-    steps = int(np.clip(_WORK / work, 10, _STEPS)) if net.splits else 1
+    improve, most = steps is None, int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
+    steps = most if net.splits else 1
     masses = np.zeros((len(ratios), net.pointers[0][-1]))
     potentials = np.zeros((len(ratios), net.pointers[1][-1]))
     plans, costs = np.zeros((len(ratios) * steps, len(layers)), np.int32), np.zeros((len(ratios) * steps, 2))
-    kernels().maximise(net.flat, weights, rates, steps, masses, potentials, plans, costs)
+    price_kernels().maximise(net.flat, weights, rates, steps, masses, potentials, plans, costs)
     columns, groups = ([slice(*ends) for ends in itertools.pairwise(where)] for where in net.pointers)
     prices = Prices(
         weights,
@@ -103,7 +118,33 @@ def make_prices(layers: Sequence[Layer]) -> tuple[Prices, Known]:
         2 * net.sums + 1,
         _TOLERANCE * (weights * net.sums).sum(axis=1),
     )
-    return prices, Known(np.zeros((0, 2)), np.zeros((0, len(layers)), np.int32)).joined(costs, plans)
+    known = Known(np.zeros((0, 2)), np.zeros((0, len(layers)), np.int32)).joined(costs, plans)
+    return prices, _improve(net.flat, known) if improve else known
+
+
+def _improve(flat: tuple[Any, ...], known: Known) -> Known:
+    """Known plans with what changes of each, and crossings of neighbours, make of them."""
+    room = np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))
+    for _ in range(_ROUNDS):
+        before = known
+        some = before.plans[np.unique(np.linspace(0, len(before.costs) - 1, _IMPROVED).astype(np.intp))]
+        for i, plan in enumerate(some):
+            for other in some[max(i - 1, 0) : i + 2]:
+                known = known.joined(*_crossed(flat, plan, other, known, room))
+        if len(known.costs) > _ENOUGH or np.array_equal(known.costs, before.costs):
+            break
+    return known
+
+
+def _crossed(
+    flat: tuple[Any, ...], plan: Rows, other: Rows, known: Known, room: tuple[NDArray[np.int32], Array]
+) -> tuple[Array, NDArray[Any]]:
+    """Costs and transitions of the crossings of two plans that no known plan beats."""
+    count = price_kernels().crossings(flat, plan, other, *np.ascontiguousarray(known.costs.T), *room)
+    layer, first, second = (column[:, None] for column in room[0][:count].T)
+    place = np.arange(len(plan))
+    plans = np.where(place < layer, plan, np.where(place == layer, first, np.where(place == layer + 1, second, other)))
+    return room[1][:count].copy(), plans.astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from lightning_topt.costs.cost_table import CostTable
 from lightning_topt.frontier.chain_layers import chain_layers
 from lightning_topt.frontier.columns import raises, reduce_columns
 from lightning_topt.frontier.frontier import Frontier, make_frontier
-from lightning_topt.frontier.layers import Layer, without_dead_ends, without_dead_groups, without_dominated
+from lightning_topt.frontier.layers import Layer, choices, without_dead_ends, without_dead_groups, without_dominated
 from lightning_topt.frontier.pareto import Array, Rows
 from lightning_topt.frontier.relaxed import relax_table
 from lightning_topt.frontier.sweep import sweep
@@ -33,7 +33,7 @@ def search_frontier(
     *,
     max_points: int = 2**20,
     max_branches: int = 2**16,
-    max_seconds: float = 30.0,
+    max_seconds: float = 10.0,
     max_bytes: float = 2.0**29,
     epsilon: float = 0.0,
 ) -> Frontier:
@@ -62,22 +62,22 @@ def search_frontier(
     graph = TableGraph(table)
     order = graph.order(())
     if graph.most_transitions(order, ()) <= max_branches:
-        choices, error_bound = search_layers(table_layers(graph, order=order), budget)
+        chosen, error_bound = search_layers(table_layers(graph, order=order), budget)
     else:
         relaxed = relax_table(graph, max_branches)
         order = relaxed.graph.order(())
-        choices, error_bound = search_layers(table_layers(relaxed.graph, order=order), budget)
-        choices, error_bound = relaxed.repair(choices[:, 1:-1], order, error_bound)
+        chosen, error_bound = search_layers(table_layers(relaxed.graph, order=order), budget)
+        chosen, error_bound = relaxed.repair(chosen[:, 1:-1], order, error_bound)
     names = tuple(graph.nodes)
     where = [1 + order.index(name) for name in names]
-    return _finish(table, choices[:, where], names, error_bound, started)
+    return _finish(table, chosen[:, where], names, error_bound, started)
 
 
 def search_chain(
     table: ChainTable,
     *,
     max_points: int = 2**20,
-    max_seconds: float = 30.0,
+    max_seconds: float = 10.0,
     max_bytes: float = 2.0**29,
     epsilon: float = 0.0,
 ) -> Frontier:
@@ -87,9 +87,13 @@ def search_chain(
     """
     budget = make_budget(max_points, 1, max_seconds, max_bytes, epsilon)
     started = time.perf_counter()
-    choices, error_bound = search_layers(chain_layers(table), budget)
-    names = table.names or tuple(str(n) for n in range(len(table.order)))
-    return _finish(table, choices[:, -2:0:-1], names, error_bound, started)
+    chosen, error_bound = search_layers(chain_layers(table), budget)
+    return _finish(table, chosen[:, -2:0:-1], block_names(table), error_bound, started)
+
+
+def block_names(table: ChainTable) -> tuple[str, ...]:
+    """Return the names of the blocks of a chain, numbers where it has none."""
+    return table.names or tuple(str(n) for n in range(len(table.order)))
 
 
 def make_budget(max_points: int, max_branches: int, max_seconds: float, max_bytes: float, epsilon: float) -> Budget:
@@ -118,7 +122,7 @@ def search_layers(layers: Sequence[Layer], budget: Budget, rivals: Array = _NO_R
         plans, error_bound = swept[2], 0.0
     else:
         plans, error_bound = search_wide(layers, lifts=lifts, budget=budget, deadline=deadline, rivals=rivals)
-    return np.stack([layer.choice[plans[:, n]] for n, layer in enumerate(layers)], axis=1), error_bound
+    return choices(layers, plans), error_bound
 
 
 def _finish(

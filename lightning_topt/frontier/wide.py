@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_topt.frontier.layers import Layer
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
-from lightning_topt.frontier.prices import Known, Prices, kernels, make_prices
+from lightning_topt.frontier.prices import Known, Prices, make_prices, state_kernels
 from lightning_topt.frontier.sweep import follow
 
 _FIRST_CAP, _WIDER = 512, 16
@@ -82,15 +82,17 @@ def search_wide(
     start = prices.gains(0, np.zeros((1, 2)), np.zeros(1, np.int64), prices.limits(known))
     missed, cap = float(start[0]), _FIRST_CAP
     while missed > budget.epsilon:
-        cap = min(cap, search.most)
+        cap, began = min(cap, search.most), time.perf_counter()
         try:
             found, dropped = search.sweep(cap, prices, known)
         except _GiveUp:
             break
         known, missed = known.joined(found.costs, found.plans), min(missed, dropped)
-        if cap == search.most:
+        now = time.perf_counter()
+        wider = min(_WIDER, (deadline - now) / (now - began))  # as far as there is time for
+        if cap == search.most or wider < 2:
             break
-        cap *= _WIDER
+        cap = int(cap * wider)
     return known.plans[(known.plans != _ELSEWHERE).all(axis=1)], max(missed, 0.0)
 
 
@@ -142,13 +144,13 @@ class _Search:
         after, parent, via = _room(room, 2)
         for group in range(self.layers[n].groups):
             while (
-                size := kernels().extend_pairs(states.costs, states.first, layer, group, best, after, parent, via)
+                size := state_kernels().extend_pairs(states.costs, states.first, layer, group, best, after, parent, via)
             ) < 0:
                 after, parent, via = _room(len(via) * 4, 2)
             rows = pareto_rows_2(after[:size, 1], after[:size, 0])
             if len(bounds[2]) and len(rows):
                 kept = np.empty(len(rows), np.int64)
-                rows = rows[kept[: kernels().hopeful(after[rows], group, *bounds, kept)]]
+                rows = rows[kept[: state_kernels().hopeful(after[rows], group, *bounds, kept)]]
             parts.append((after[rows], parent[rows], via[rows]))
             counts.append(len(rows))
         costs, parents, vias = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -164,7 +166,7 @@ class _Search:
             after, parent, via = _room(size, self.columns[n + 1])
             first = np.empty(len(begin), np.int64)
             ends = np.array([some[0], some[-1] + 1])
-            size = kernels().extend(
+            size = state_kernels().extend(
                 states.costs, states.first, self.prepared[n][1], bounds, ends, first, after, parent, via
             )
             more = self._minimal(_States(after[:size], first, parent[:size], via[:size]))
@@ -188,7 +190,9 @@ class _Search:
             if costs.shape[1] == 2:
                 rows.append(a + pareto_rows_2(costs[a:b, 1], costs[a:b, 0]))
             else:
-                rows.append(a + kept[: kernels().minimal(costs[a:b], np.argsort(keys[a:b]), held, floor, kept, most)])
+                rows.append(
+                    a + kept[: state_kernels().minimal(costs[a:b], np.argsort(keys[a:b]), held, floor, kept, most)]
+                )
         return states.take(np.concatenate(rows), np.array([len(part) for part in rows]))
 
 

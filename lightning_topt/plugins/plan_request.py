@@ -53,11 +53,7 @@ class PlanRequest:
 
     def needs_batch(self, module: pl.LightningModule) -> bool:
         """Whether the plan depends on how `module` takes a training step."""
-<<<<<<< HEAD
         by_name = isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
-=======
-        by_name = isinstance(self.plan, UniformPlan) and (self.plan.level >= 2 or self.plan.recompute)
->>>>>>> engine
         return module.automatic_optimization and (self.plan is None or by_name)
 
     def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:
@@ -66,11 +62,7 @@ class PlanRequest:
             return False
         given = self.plan
         if given is not None:
-<<<<<<< HEAD
             return given.shards_gradients if isinstance(given, UniformPlan) else not given.keeps_gradients_whole
-=======
-            return given.level >= 2 if isinstance(given, UniformPlan) else not given.keeps_gradients_whole
->>>>>>> engine
         # Parameters, gradients, two moments.
         return self.memory_limit is not None or 4 * _parameter_bytes(module) > device_memory_bytes(device)
 

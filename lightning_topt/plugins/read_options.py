@@ -25,17 +25,10 @@ from lightning_topt.plan.presets import PRESETS, Preset
 
 @dataclass(frozen=True)
 class UniformPlan:
-<<<<<<< HEAD
     """The same storage, and recomputation or not, for every block that the capture finds."""
 
     preset: Preset
     recompute: bool = False
-=======
-    """The same ZeRO level, and recomputation or not, for every block that the capture finds."""
-
-    level: int
-    recompute: bool
->>>>>>> engine
 
     @property
     def shards_gradients(self) -> bool:
@@ -61,11 +54,7 @@ class UniformPlan:
         """Return the plan for the blocks of `graph`."""
         names = [block.name for block in graph.blocks]
         again = [block.name for block in graph.blocks if self.recompute and block.recomputable]
-<<<<<<< HEAD
         return preset_plan(self.preset, mesh=mesh, blocks=names, recompute=again)
-=======
-        return uniform_plan(self.level, data_parallel_size=data_parallel_size, blocks=names, recompute=again)
->>>>>>> engine
 
 
 def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None) -> ParallelPlan | UniformPlan | None:

@@ -53,15 +53,10 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         _check_manual(request, plain)
         return plain, None, "ddp: manual optimization"
     given = request.plan
-<<<<<<< HEAD
     mesh = data_mesh(world_size)
     if isinstance(given, UniformPlan):
         mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
         given = given if request.needs_batch(module) else preset_plan(given.preset, mesh=mesh)
-=======
-    if isinstance(given, UniformPlan) and not request.needs_batch(module):
-        given = uniform_plan(given.level, data_parallel_size=world_size)
->>>>>>> engine
     if isinstance(given, ParallelPlan):
         check_world_size(given, world_size)
         _check_model(given, module)
@@ -174,15 +169,6 @@ def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -
     return choose(frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin)
 
 
-<<<<<<< HEAD
-def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None) -> str | None:
-    """Why plans with sharded parameters cannot run here, or None."""
-=======
-def _families(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[str, ...]:
-    reason = _needs_whole_parameters(request, trainer, graph)
-    return ("replicated",) if reason else FAMILIES
-
-
 def _needs_whole_parameters(
     request: PlanRequest,
     trainer: pl.Trainer,
@@ -191,7 +177,6 @@ def _needs_whole_parameters(
     is_sharded: Callable[[str], bool] = lambda _: True,
 ) -> str | None:
     """Why plans that shard the parameters whose name `is_sharded` cannot run here, or None."""
->>>>>>> engine
     if request.only_replicated:
         return "options of DistributedDataParallel were given, and sharded plans do not run it"
     averaging = (StochasticWeightAveraging, WeightAveraging)

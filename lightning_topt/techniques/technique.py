@@ -12,11 +12,7 @@ Adding one takes its own file and one line of the registry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-<<<<<<< HEAD
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-=======
-from collections.abc import Callable, Mapping, Sequence
->>>>>>> engine
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any

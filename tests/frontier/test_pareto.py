@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_topt.frontier import kernels
+from lightning_topt.frontier import state_kernels
 from lightning_topt.frontier.pareto import pareto_rows, pareto_rows_2, unique_rows
 
 
@@ -18,14 +18,14 @@ def random_costs(rng, n, c, *, ties):
 
 
 def compiled_rows(costs, *, most):
-    """`kernels.minimal` as `wide` calls it."""
+    """`state_kernels.minimal` as `wide` calls it."""
     held, floor, kept = (
         np.empty_like(costs),
         np.empty((len(costs) // 16 + 1, costs.shape[1])),
         np.empty(len(costs), np.int64),
     )
     order = np.argsort(costs.sum(axis=1))
-    return kept[: kernels.minimal(costs, order, held, floor, kept, most)]
+    return kept[: state_kernels.minimal(costs, order, held, floor, kept, most)]
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -20,8 +20,7 @@ from lightning_topt.costs.chain_table import BlockCosts, ChainTable
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.lifetimes import BACKWARD, FORWARD, FORWARD_OVER, ONCE, Phase
 from lightning_topt.costs.sizes import ROOT
-from lightning_topt.frontier.pareto import pareto_rows_2
-from lightning_topt.frontier.search import search_chain
+from lightning_topt.frontier.mesh_frontier import search_meshes
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.technique import Neighbours
@@ -223,8 +222,6 @@ class FoundPlans:
 
 def search_chains(chains: Sequence[Chain]) -> FoundPlans:
     """Return the plans that no plan of any of `chains` beats in both seconds and bytes."""
-    found = [search_chain(chain.table) for chain in chains]
-    seconds, size = (np.concatenate([getattr(each, name) for each in found]) for name in ("seconds", "bytes"))
-    owners = [(chain, row) for chain, each in zip(chains, found, strict=True) for row in each.configs.tolist()]
-    kept = tuple(owners[index] for index in pareto_rows_2(size, seconds))
-    return FoundPlans(kept, max((each.error_bound for each in found), default=0.0))
+    found = search_meshes([(chain, lambda chain=chain: chain.table) for chain in chains])  # type: ignore[misc]
+    plans = ((chain, [*point.choice.values()]) for chain, point in found.points)
+    return FoundPlans(tuple(plans), found.error_bound)

@@ -26,8 +26,6 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.optim.parallel_step import ParallelStep
 
-NO_ARGUMENTS: Mapping[str, Any] = {}
-
 
 @dataclass(frozen=True)
 class RunOptions:

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 
 from lightning_topt.execution.gathered_state import follow_parameters, gather_parameter_states, place_optimizer_state
 from lightning_topt.execution.sharded_checkpoint import StoredOptimizer
+from lightning_topt.execution.tensor_rows import TensorRows
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.local_step import install_local_step
 from lightning_topt.optim.parallel_step import ParallelStep
+from lightning_topt.optim.pieces import Piece, num_rows
 
 State = dict[str, Any]
 
@@ -69,18 +71,26 @@ class AttachedOptimizer:
         for index, parameter in enumerate(parameters_of(self.optimizer)):
             if index not in own and parameter in self.optimizer.state:
                 own[index] = dict(self.optimizer.state[parameter])
-        if self.parallel_step is not None:
-            own.update(self.parallel_step.own_states())
+        pieces = {} if self.parallel_step is None else self.parallel_step.own_states()
+        assert len({piece.index for piece in pieces}) == len(pieces), "a rank has several pieces of one parameter"
+        for piece, values in pieces.items():
+            whole = parameters_of(self.optimizer)[piece.index].shape
+            own[piece.index] = {name: _as_rows(value, piece, whole) for name, value in values.items()}
         return {"state": own, "param_groups": _groups(self.optimizer)}
 
-    def keeps(self, index: int) -> bool:
-        """Return whether this rank keeps (a shard of) the state of the parameter with this index."""
-        return self.parallel_step is None or self.parallel_step.keeps(index)
+    def rows_to_read(self, index: int) -> range:
+        """Return which rows of the state of the parameter with this index this rank keeps; all where it keeps a shard."""
+        pieces = [] if self.parallel_step is None else self.parallel_step.current_pieces()
+        of_parameter = [piece for piece in pieces if piece.index == index]
+        own = [piece for piece in of_parameter if piece.owner == dist.get_rank()]
+        if not of_parameter:
+            return range(num_rows(parameters_of(self.optimizer)[index]))
+        return range(own[0].start, own[-1].stop) if own else range(0)
 
     def load(self, state: Mapping[str, Any] | StoredOptimizer) -> None:
         """Take over a whole state, each rank its part, or a stored one, of which each rank reads its part."""
         if isinstance(state, StoredOptimizer):
-            state = state.read(parameters_of(self.optimizer), keeps=self.keeps)
+            state = state.read(parameters_of(self.optimizer), rows=self.rows_to_read)
         self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state))
 
     def to_host(self) -> None:
@@ -160,6 +170,14 @@ def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def _as_rows(value: Any, piece: Piece, whole: torch.Size) -> Any:
+    """What has the shape of the piece's rows, as these rows of the whole."""
+    rows = torch.Size((piece.stop - piece.start, *whole[1:]))
+    if not isinstance(value, Tensor) or value.shape != rows or rows == whole:
+        return value
+    return TensorRows(value, start=piece.start, whole=whole)
 
 
 def _to_host(value: Any) -> Any:

@@ -24,6 +24,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from lightning_topt.execution.tensor_rows import TensorRows
+from lightning_topt.optim.pieces import num_rows
+
 State = dict[str, Any]
 REST = "trainer_state.pt"
 _OTHERS = "sharded_checkpoint"  # key in REST of what is no tensor in the states
@@ -162,20 +165,22 @@ class StoredOptimizer(Mapping[str, Any]):
         """Return the ``state_dict`` of one process, with CPU tensors."""
         return self.read()
 
-    def read(self, parameters: Sequence[Tensor] = (), *, keeps: Callable[[int], bool] = lambda _: True) -> State:
-        """Return the state of the parameters, by index, that this rank `keeps`: in shards where they are, else whole."""
-        targets = {}
-        for key, metadata in self._known.items():
-            index = _index_and_name(key)[0]
-            if keeps(index):
-                targets[key] = _target(metadata, parameters[index] if index < len(parameters) else None)
-        _read(self._path, targets)
-        state: dict[int, State] = {
-            index: dict(of_parameter) for index, of_parameter in self._values.items() if keeps(index)
+    def read(self, parameters: Sequence[Tensor] = (), *, rows: Callable[[int], range] | None = None) -> State:
+        """Return the state of parameters, by index: in shards where they are, of the others the `rows` that are wanted."""
+        indices = {*self._values, *(_index_and_name(key)[0] for key in self._known)}
+        known = {index: parameters[index] for index in indices if index < len(parameters)}
+        wanted = {index: rows(index) if rows is not None and index in known else None for index in indices}
+        kept = {index for index, of_index in wanted.items() if of_index is None or len(of_index)}
+        targets = {
+            key: _target(metadata, known.get(index), rows=wanted[index])
+            for key, metadata in self._known.items()
+            if (index := _index_and_name(key)[0]) in kept
         }
+        _read(self._path, targets)
+        state = {index: dict(values) for index, values in self._values.items() if index in kept}
         for key, value in targets.items():
             index, name = _index_and_name(key)
-            state.setdefault(index, {})[name] = value
+            state.setdefault(index, {})[name] = value.local if isinstance(value, TensorRows) else value
         return {"state": dict(sorted(state.items())), "param_groups": self.param_groups}
 
     def __getitem__(self, name: str) -> Any:
@@ -240,10 +245,13 @@ def _tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     return {key: metadata for key, metadata in known.items() if isinstance(metadata, TensorStorageMetadata)}
 
 
-def _target(metadata: TensorStorageMetadata, like: Any) -> Tensor:
-    if isinstance(like, DTensor) and like.shape == metadata.size:
-        return torch.empty_like(like, dtype=metadata.properties.dtype, requires_grad=False)
-    return torch.empty(metadata.size, dtype=metadata.properties.dtype)
+def _target(metadata: TensorStorageMetadata, like: Any, *, rows: range | None = None) -> Tensor:
+    dtype, shape = metadata.properties.dtype, metadata.size
+    if isinstance(like, DTensor) and like.shape == shape:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    if rows is not None and isinstance(like, Tensor) and like.shape == shape and 0 < len(rows) < num_rows(like):
+        return TensorRows(torch.empty((len(rows), *shape[1:]), dtype=dtype), start=rows.start, whole=shape)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _read(path: Path, targets: dict[str, Any]) -> None:

@@ -61,17 +61,17 @@ class LocalStep:
         for parameter, key in self._stand_ins.items():
             self._outside[parameter] = state.pop(parameter, {})
             if self._outside[parameter]:
-                state[key] = {name: local_tensor(value) for name, value in self._outside[parameter].items()}
+                state[key] = {name: _local(value) for name, value in self._outside[parameter].items()}
 
     def _stand_in(self, parameter: DTensor) -> nn.Parameter:
-        local = local_tensor(parameter)
+        local = _local(parameter)
         key = self._stand_ins.get(parameter)
         if key is None:
             key = self._stand_ins[parameter] = nn.Parameter(local, requires_grad=parameter.requires_grad)
         elif key.data_ptr() != local.data_ptr():
             key.data = local
         key.requires_grad_(parameter.requires_grad)
-        key.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+        key.grad = None if parameter.grad is None else _local(parameter.grad)
         return key
 
     def _leave(self) -> None:
@@ -112,9 +112,9 @@ def install_local_step(optimizer: Optimizer) -> LocalStep | None:
     return step
 
 
-def local_tensor(value: Any) -> Any:
-    """Return this rank's shard of a DTensor, in the same memory, and anything else as it is."""
-    return value._local_tensor.detach() if isinstance(value, DTensor) else value
+def _local(value: Any) -> Any:
+    """This rank's shard of a DTensor, its own object, and anything else as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -122,8 +122,8 @@ def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
     found = []
     for parameter in parameters:
         if isinstance(parameter, DTensor) and parameter.grad is not None:
-            local = local_tensor(parameter)
-            local.grad = local_tensor(parameter.grad)
+            local = parameter._local_tensor.detach()
+            local.grad = _local(parameter.grad)
             found.append(local)
         elif parameter.grad is not None:
             found.append(parameter)
@@ -138,7 +138,7 @@ def _as_shards(local: State, before: State, parameter: Tensor, key: Tensor) -> S
         known = before.get(name)
         if not isinstance(value, Tensor) or not value.dim() or value.shape != key.shape:
             return value
-        if isinstance(known, DTensor) and value.numel() and known._local_tensor.data_ptr() == value.data_ptr():
+        if isinstance(known, DTensor) and known._local_tensor is value:
             return known
         return DTensor.from_local(
             value,

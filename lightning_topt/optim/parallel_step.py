@@ -222,15 +222,10 @@ class ParallelStep:
                 self.optimizer.state[parameters[index]] = state
         self._use(pieces)
 
-    def keeps(self, index: int) -> bool:
-        """Whether this rank updates the parameter with this index, or a piece of it."""
-        of_parameter = [piece for piece in self.pieces if piece.index == index]
-        return not of_parameter or any(piece.owner == self.rank for piece in of_parameter)
-
-    def own_states(self) -> dict[int, State]:
-        """The states of this rank's pieces by the index of their parameter; each piece is a whole parameter."""
+    def own_states(self) -> dict[Piece, State]:
+        """The states of this rank's pieces, which count parameters as the groups do now; in the optimizer's memory."""
         state = self.optimizer.state
-        return {piece.index: dict(state[key]) for piece, key in self._current_keys().items() if key in state}
+        return {piece: dict(state[key]) for piece, key in self._current_keys().items() if key in state}
 
     def consolidate_state_dict(self) -> None:
         """Collective call: bring the whole state to rank 0 of the group, for its next `state_dict`."""

@@ -9,15 +9,23 @@ from torch import nn
 from lightning_topt.graph.op_config import OpConfig
 
 
-def check_blocks(blocks: Collection[str], module: nn.Module, *, made_for: str = "") -> None:
-    """Raise ValueError unless every block names a module and no block lies inside another."""
+def check_blocks(configs: Mapping[str, OpConfig], module: nn.Module, *, made_for: str = "") -> None:
+    """Raise ValueError unless every block names a module, one that is called where that matters, and none lies in another."""
     modules = dict(module.named_modules())
-    names = [block for block in blocks if block]
+    names = [block for block in configs if block]
     if missing := [name for name in names if name not in modules]:
         raise ValueError(
             f"the plan names modules that {type(module).__name__} does not have: {missing[:5]}; it was made for "
             f"{made_for or 'another model'}: make a new plan"
         )
+    for name in names:
+        never_called = type(modules[name]).forward is nn.Module.forward and "forward" not in vars(modules[name])
+        if never_called and (configs[name].recompute or configs[name].storage.sharded_axes("gradients")):
+            first = next((child for child, _ in modules[name].named_children()), "...")
+            raise ValueError(
+                f"block {name!r} of the plan is a {type(modules[name]).__name__}, which is never called itself: to recompute "
+                f"it or to shard its gradients, name the modules in it ({name}.{first}, ...)"
+            )
     inside = [(a, b) for a in names for b in names if b.startswith(a + ".")]
     if inside:
         raise ValueError(f"block {inside[0][1]!r} of the plan lies inside block {inside[0][0]!r}")

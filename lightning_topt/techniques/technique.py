@@ -34,8 +34,6 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.parallel_step import ParallelStep
 
-NO_ARGUMENTS: Mapping[str, Any] = {}
-
 
 @dataclass(frozen=True)
 class RunOptions:

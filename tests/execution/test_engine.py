@@ -196,7 +196,10 @@ def bad_plans(rank: int) -> list[str]:
         uniform_plan(3, data_parallel_size=WORLD, blocks=["layers.0"]),
         uniform_plan(3, data_parallel_size=WORLD, blocks=["blocks.0", "blocks.0.0"]),
         ParallelPlan.of_blocks(mesh=WORLD, blocks=(BlockPlan("", OpConfig.zero(0, recompute=True)),)),
+        uniform_plan(0, data_parallel_size=WORLD, blocks=["blocks"], recompute=["blocks"]),
+        uniform_plan(2, data_parallel_size=WORLD, blocks=["blocks"]),
     ]
+    Engine(uniform_plan(1, data_parallel_size=WORLD, blocks=["blocks"]), Net(), device=CPU)  # to group parameters
     for plan in plans:
         with pytest.raises(PlanError) as error:
             Engine(plan, Net(), device=CPU).apply()
@@ -205,8 +208,10 @@ def bad_plans(rank: int) -> list[str]:
 
 
 def test_plan_for_another_run_is_refused() -> None:
-    ranks, model, nested, rest = run_ranks(bad_plans, WORLD)[0]
+    ranks, model, nested, rest, *containers = run_ranks(bad_plans, WORLD)[0]
     assert "3 ranks" in ranks and "this run has 2" in ranks
     assert "layers.0" in model
     assert "lies inside" in nested
     assert "cannot be recomputed" in rest
+    for container in containers:
+        assert "'blocks' of the plan is a ModuleList" in container and "blocks.0" in container

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_topt.execution.attached_optimizer import AttachedOptimizer
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import (
     REST,
@@ -18,6 +21,9 @@ from lightning_topt.execution.sharded_checkpoint import (
     read_sharded_checkpoint,
     save_sharded,
 )
+from lightning_topt.execution.tensor_rows import TensorRows
+from lightning_topt.optim.assignment import Share, assign_pieces
+from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.plan.parallel_plan import ParallelPlan, uniform_plan
 from tests.execution.test_mixed_plans import CPU, LAYOUTS, OPTIMIZERS, Net, data, loss_of, plan_of
 from tests.launch import run_ranks
@@ -143,6 +149,39 @@ def test_on_another_number_of_ranks(saved_and_resumed: Any, folder: Path) -> Non
 def test_no_rank_writes_the_whole_state(saved_and_resumed: Any, folder: Path) -> None:
     sizes = [path.stat().st_size for path in (folder / "hybrid alone").glob("*.distcp")]
     assert len(sizes) == 4 and max(sizes) < 0.6 * sum(sizes)
+
+
+def step_on_rows(rank: int, folder: Path) -> Any:
+    """An optimizer whose step is cut into rows, saved by one division of them and read by another."""
+    torch.manual_seed(0)
+    module, attached = Net(), []
+    for owners in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        parameters = [*enumerate(module.parameters())]
+        shares = [Share(i, len(p), p.numel(), float(p.numel()), splittable=True) for i, p in parameters]
+        pieces = [replace(piece, owner=owners[piece.owner]) for piece in assign_pieces(shares, world_size=4)]
+        install = functools.partial(install_parallel_step, pieces=pieces)
+        attached.append(AttachedOptimizer(optimizer, replaced={}, attach=[install]))
+    module(data()[0]).backward()
+    attached[0].optimizer.step()
+    own = attached[0].own_state()
+    save_sharded(folder / "rows", module={}, optimizers=[own], rest={})
+    stored = open_sharded(folder / "rows", torch.load(folder / "rows" / REST, weights_only=True))
+    attached[1].load(stored["optimizer_states"][0])
+    kept = attached[1].own_state()["state"].values()
+    held = sum(v.local.numel() if isinstance(v, TensorRows) else v.numel() for s in kept for v in s.values())
+    return [one.full_state() for one in attached], held
+
+
+def test_rows_of_a_shared_step(folder: Path) -> None:
+    results = run_ranks(step_on_rows, 4, folder)
+    saved, loaded = results[0][0]
+    torch.testing.assert_close(loaded["state"], saved["state"], rtol=0, atol=0)
+    whole = read_sharded_checkpoint(folder / "rows")["optimizer_states"][0]
+    torch.testing.assert_close(whole["state"], saved["state"], rtol=0, atol=0)
+    assert len(saved["state"]) == len([p for p in Net().parameters() if p.requires_grad])
+    total = sum(value.numel() for values in saved["state"].values() for value in values.values())
+    assert max(held for _, held in results) < 0.4 * total
 
 
 def test_other_paths_are_told_apart(folder: Path) -> None:

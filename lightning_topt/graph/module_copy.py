@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 import threading
 import types
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -52,6 +54,8 @@ def copy_module(module: T, copies: TensorCopies, *, fake: bool) -> T:
     """
     memo: dict[int, Any] = {id(value): value for value in _shared(module)}
     for submodule in module.modules():
+        # Ten empty dictionaries of hooks per module are most of what `copy.deepcopy` would spend its time on.
+        memo.update((id(v), OrderedDict()) for v in vars(submodule).values() if type(v) is OrderedDict and not v)
         for name, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
             if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
                 raise CaptureError(
@@ -81,15 +85,16 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 def _shared(module: nn.Module) -> Iterator[Any]:
     for submodule in module.modules():
         for name, value in vars(submodule).items():
-            is_data = isinstance(value, (Dataset, DataLoader, Sampler)) and not isinstance(value, nn.Module)
-            if value is not None and (name in OWNERS or is_data or _is_of_lightning(value)):
+            if value is not None and (name in OWNERS or _is_shared(value.__class__)):
                 yield value
 
 
-def _is_of_lightning(value: Any) -> bool:
-    return not isinstance(value, nn.Module) and any(
-        base.__name__ in SHARED_BASES and "lightning" in base.__module__ for base in type(value).__mro__
-    )
+@functools.cache
+def _is_shared(cls: type) -> bool:
+    if issubclass(cls, nn.Module):
+        return False
+    of_lightning = any(base.__name__ in SHARED_BASES and "lightning" in base.__module__ for base in cls.__mro__)
+    return of_lightning or issubclass(cls, (Dataset, DataLoader, Sampler))
 
 
 def _deepcopy(module: T, memo: dict[int, Any]) -> T:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lightning_topt.graph.observed_backward import ObservedBackward, check_alone
-from lightning_topt.graph.observed_calls import CopiedCall, Surprise, strip
+from lightning_topt.graph.observed_calls import CopiedCall, Surprise, rename
 from lightning_topt.graph.recording import COPIED, Call, OpRecord, Recording, Shape, Storage
 
 
@@ -105,7 +105,6 @@ class _Expansion:
         """What the copy made, by the identity of what the model made; its results are those of the recording."""
         model, backward = copied.model, self.backwards[id(copied.model)]
         op, forward_shift, backward_shift = self._shifts(copied)
-        names = _Names(model.path, copied.path)
         inside: dict[int, Storage] = {}
         for storage in (*self.old.storages[slice(*model.storages)], *backward.made):
             is_forward = id(storage) not in backward.numbers
@@ -124,7 +123,7 @@ class _Expansion:
                 op=storage.op + op,
                 died=died,
                 saved_by=None if storage.saved_by is None else storage.saved_by + op,
-                gradient_of=storage.gradient_of and names.of(storage.gradient_of),
+                gradient_of=storage.gradient_of and rename(storage.gradient_of, model.path, copied.path),
                 parts=(),
             )
         for result, storage in zip(model.results, copied.results, strict=True):
@@ -235,13 +234,13 @@ class _Expansion:
         return found
 
     def _inner_calls(self, copied: CopiedCall, inside: Mapping[int, Storage]) -> Iterator[Call]:
-        model, shift, names = copied.model, self._shifts(copied)[1], _Names(copied.model.path, copied.path)
+        model, shift = copied.model, self._shifts(copied)[1]
         inputs = zip(model.inputs, copied.inputs, strict=True)
         known = {**inside, **{id(a): self.new[id(b)] for a, b in inputs if a is not None and b is not None}}
         for call in self.old.calls[slice(*model.calls)]:
             yield replace(
                 call,
-                path=names.of(call.path),
+                path=rename(call.path, model.path, copied.path),
                 enter=call.enter + shift,
                 exit=call.exit + shift,
                 inputs=[known[id(storage)] for storage in call.inputs],
@@ -284,28 +283,17 @@ class _Expansion:
     def _with_gradient(self) -> set[str]:
         found: set[str] = set()
         for copied in self.copies:
-            names, inside = _Names(copied.model.path, copied.path), f"{copied.model.path}."
-            found |= {names.of(name) for name in self.old.with_gradient if name.startswith(inside)}
+            model = copied.model.path
+            own = (name for name in self.old.with_gradient if name.startswith(f"{model}."))
+            found |= {rename(name, model, copied.path) for name in own}
         return found
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Names of a model become those of a copy."""
-
-    model: str
-    copied: str
-
-    def of(self, name: str) -> str:
-        short = strip(name, self.model)
-        return self.copied + short[1:] if short.startswith("*") else name
-
-
 def _renamed(op: OpRecord, copied: CopiedCall) -> OpRecord:
-    names = _Names(copied.model.path, copied.path)
+    model, own = copied.model, copied.path
     return replace(
         op,
-        name=names.of(op.name),
-        stack=(*copied.outer, *(names.of(path) for path in op.stack[copied.model.depth :])),
-        parameters={names.of(name): None for name in op.parameters},
+        name=rename(op.name, model.path, own),
+        stack=(*copied.outer, *(rename(path, model.path, own) for path in op.stack[model.depth :])),
+        parameters={rename(name, model.path, own): None for name in op.parameters},
     )

@@ -180,6 +180,12 @@ def strip(name: str, path: str) -> str:
     return name
 
 
+def rename(name: str, model: str, copied: str) -> str:
+    """Return `name` as it is where the module at `copied` stands for the one at `model`."""
+    short = strip(name, model)
+    return copied + short[1:] if short.startswith("*") else name
+
+
 def flatten(value: Any) -> tuple[Any, list[Tensor]]:
     """Return the structure of arguments or of a result, and its tensors; None for a structure that is not plain."""
     tensors: list[Tensor] = []

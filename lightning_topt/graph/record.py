@@ -26,9 +26,9 @@ from lightning_topt.graph.kernels import (
     measure,
 )
 from lightning_topt.graph.live_storages import LiveStorages, shape_of
-from lightning_topt.graph.observed_calls import CopiedCall, ObservedCall, Surprise
+from lightning_topt.graph.observed_calls import ObservedCall
 from lightning_topt.graph.real import Backups
-from lightning_topt.graph.recording import COPIED, OUTSIDE, Call, OpRecord, Recording, Storage
+from lightning_topt.graph.recording import OUTSIDE, Call, OpRecord, Recording, Storage
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.graph.writes import is_strided, written_tensors
 
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._measured: dict[Frozen, Measured] = {}
         self._counts: Counter[str] = Counter()
         self._frames: list[_Frame] = []
-        self._nodes = AutogradNodes()
+        self.nodes = AutogradNodes()
         self.current = 0
         self._unclaimed: list[Storage] = []
         self._hook(module)
@@ -84,13 +84,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
             yield
         self._claim_saved(self.current)
-        self._nodes.claim(self.current)
+        self.nodes.claim(self.current)
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
         """Around the backward pass from `loss`."""
         self.is_backward = True
-        self.current = self._nodes.op_of(loss.grad_fn, self.current)
+        self.current = self.nodes.op_of(loss.grad_fn, self.current)
         self.recording.backward_start = len(self.recording.kernel_ops)
         with self:
             yield
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self.is_backward:
                 return
-            self._nodes.claim(self.current)
+            self.nodes.claim(self.current)
             tick = len(self.recording.kernel_ops)
             call = Call(path, tick, tick, self.memory.within((args, kwargs)))
             self.recording.calls.append(call)
@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.needs_grad = any(tensor.requires_grad for tensor in tensors)
             if frame.op is not None:
                 self.recording.ops[frame.op].outputs = [shape_of(tensor) for tensor in tensors]
-                self._nodes.claim(frame.op)
+                self.nodes.claim(frame.op)
 
         return hook
 
@@ -148,45 +148,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     todo += storage.parts
             if self._backups is not None:
                 parameter.grad = None
-
-    # ---- calls left out ----------------------------------------------------------------------------------------------
-
-    def begin_copy(self, copied: CopiedCall) -> None:
-        """Note that a call begins which is left out: one operator for each of its results stands for it."""
-        self._nodes.claim(self.current)
-        record, stack = self.recording, self.stack()
-        record.edges[COPIED, len(record.copies)] = (), ""
-        record.copies.append(copied)
-        record.ops += [OpRecord(f"{copied.path}:copied_{k}", "copied", stack) for k in range(len(copied.model.results))]
-        for number in copied.claims:
-            if (given := copied.inputs[number]) is not None:
-                given.saved = True
-
-    def end_copy(self, copied: CopiedCall, results: list[Tensor]) -> None:
-        """Note what the call would have returned."""
-        record = self.recording
-        for k, (tensor, result) in enumerate(zip(results, copied.model.results, strict=True)):
-            self.memory.track(tensor, born=copied.tick, op=copied.first_op + k)
-            copied.results += self.memory.within(tensor)
-            copied.results[k].saved = result.saved_by is not None
-        self.current = copied.first_op + len(results) - 1
-        record.kernel_ops.append(self.current)
-        record.workspaces.append(0.0)
-        self._nodes.claim(self.current)
-
-    def backward_of_copy(self, copied: CopiedCall, gradient: Tensor, made: Tensor | None) -> None:
-        """Note the backward pass of such a call, which was given `gradient` and `made` that of its input."""
-        if not self.is_backward or copied.backward_tick is not None:
-            raise Surprise(copied.model.key)
-        record = self.recording
-        copied.backward_tick, copied.backward_storage = len(record.kernel_ops), len(record.storages)
-        copied.gradient = self.memory.of(gradient)
-        self.current = copied.first_op + len(copied.results) - 1
-        if made is not None:
-            self.memory.track(made, born=copied.backward_tick, op=self.current)
-            copied.input_gradient = self.memory.of(made)
-        record.kernel_ops.append(self.current)
-        record.workspaces.append(0.0)
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
@@ -224,15 +185,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = f"{path}:{kind.rpartition('.')[2]}"
             self._counts[name] += 1
             index = self._new_op(f"{name}_{self._counts[name]}", kind, self.stack())
-        self._nodes.claim(self.current, keep_last=True)
-        self._nodes.claim(index)
+        self.nodes.claim(self.current, keep_last=True)
+        self.nodes.claim(index)
         self._claim_saved(index)
         self.current = index
         return index
 
     def _backward_op(self) -> int:
-        self.current = self._nodes.op_of(torch._C._current_autograd_node(), self.current)
-        self._nodes.claim(self.current)
+        self.current = self.nodes.op_of(torch._C._current_autograd_node(), self.current)
+        self.nodes.claim(self.current)
         return self.current
 
     def _new_op(self, name: str, kind: str, stack: tuple[str, ...]) -> int:
@@ -313,7 +274,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage.saved = True
                 self._unclaimed.append(storage)
         # A node is made before its operator runs, so a new number says that the operator is still to come.
-        if self._nodes.are_claimed:
+        if self.nodes.are_claimed:
             self._claim_saved(self.current)
         return tensor
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_topt.graph.copied_calls import backward_of_copy, begin_copy, end_copy
 from lightning_topt.graph.equal_modules import identity_of, state_of, surroundings_of
 from lightning_topt.graph.fake import Like, empty_fake
 from lightning_topt.graph.observed_calls import CopiedCall, ObservedCall, Result, flatten, forward_facts, rebuild
@@ -91,7 +92,7 @@ class RepeatedCalls:
             storage=len(record.storages),
             call=len(record.calls) - 1,
         )
-        recorder.begin_copy(copied)
+        begin_copy(recorder, copied)
         made = make_results(model, self._mode)
         held = [tensors[number].untyped_storage() for number in model.packed]
         held += [
@@ -102,7 +103,7 @@ class RepeatedCalls:
         given = leaf[0] if leaf else empty_fake(self._mode, like=SCALAR).requires_grad_()
         like = _like(given) if leaf else None
         made[k] = _LeftOut.apply(given, [made[k]], copied, recorder, held, like, self._mode)  # type: ignore[no-untyped-call]
-        recorder.end_copy(copied, made)
+        end_copy(recorder, copied, made)
         return rebuild(model.structure, made)
 
 
@@ -126,7 +127,7 @@ class _LeftOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         made = None if ctx.like is None else empty_fake(ctx.mode, like=ctx.like)
-        ctx.recorder.backward_of_copy(ctx.copied, gradient, made)
+        backward_of_copy(ctx.recorder, ctx.copied, gradient, made)
         ctx.held = None
         return made, None, None, None, None, None, None
 

@@ -106,9 +106,9 @@ class EncoderDecoder(Net):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4, enable_nested_tensor=False
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3, enable_nested_tensor=False
         )
-        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 4)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 3)
 
     def run(self, x: Tensor) -> Tensor:
         return self.decoder(x[None], self.encoder(x[None]))[0]

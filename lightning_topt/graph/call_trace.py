@@ -110,10 +110,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             serial = self._serial(tensor, "made")
             self._versions[serial] = self._versions.get(serial, 0) + 1
-        for tensor in tensors_in(out):
+        self.note_made(tensors_in(out))
+        return out
+
+    def note_made(self, tensors: Iterable[Tensor]) -> None:
+        """Note that the calls under way have made `tensors`, unless their memory is known."""
+        for tensor in tensors:
             if is_strided(tensor):
                 self._serial(tensor, "made")
-        return out
 
     def _note(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
         tensors: list[Tensor] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_topt.graph.assemble import assemble
 from lightning_topt.graph.batches import batch_sizes, common_size
 from lightning_topt.graph.blocks import choose_blocks, may_repeat
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, may_need_values
-from lightning_topt.graph.no_trace import no_trace
+from lightning_topt.graph.no_trace import no_collection, no_trace
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recording import Recording
 from lightning_topt.graph.second_calls import find_repeatable
@@ -66,9 +66,10 @@ def capture(
     _check_device(torch.device(device))
     _check_options(module, second_batch, batch_scaling=batch_scaling, real=real, device=torch.device(device))
     step = StepRun(module, forward_context, torch.device(device), real)
-    with no_trace(module), torch.compiler.set_stance("force_eager"):
+    collection = nullcontext() if real else no_collection()
+    with no_trace(module), torch.compiler.set_stance("force_eager"), collection:
         if not batch_scaling:
-            copied, recording, input_bytes = step.record(batch)
+            copied, recording, input_bytes = step.record(batch, unlike=set())
             size = common_size(batch)
             graph = assemble(
                 copied,
@@ -88,8 +89,9 @@ def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None) -> O
     if sizes[0] == 1 and not step.real:
         # A dimension of size one is special to operators (views instead of copies): capture larger batches.
         small, sizes = large, (2, 4)
-    copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]))
-    _, second, second_bytes = step.record(large[0], samples=(large[1], sizes[1]))
+    unlike: set[Hashable] = set()
+    copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]), unlike=unlike)
+    _, second, second_bytes = step.record(large[0], samples=(large[1], sizes[1]), unlike=unlike)
     graph = assemble(
         copied,
         (first, second),
@@ -108,7 +110,8 @@ def _finish(
     candidates = [call.module for call in graph.step.calls if calls[call.module] == 1 and may_repeat(call)]
     if step.real and recording.has_collectives:
         candidates = []  # ranks might differ in them, and would wait for one another
-    found = find_repeatable(step, batch, candidates=candidates, samples=samples)
+    repetitions = recording.repetitions
+    found = find_repeatable(step, batch, candidates=candidates, samples=samples, repetitions=repetitions)
     modules = tuple(dataclasses.replace(m, repeatable=True) if m.path in found else m for m in graph.step.modules)
     graph = dataclasses.replace(graph, step=dataclasses.replace(graph.step, modules=modules))
     return graph.with_blocks(choose_blocks(graph))

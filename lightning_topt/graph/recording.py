@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_topt.graph.kernels import Measured
 
 Shape = tuple[tuple[int, ...], str]  # sizes, dtype
 OUTSIDE = -1  # older than the recording: parameters, buffers, the batch
+COPIED = -2  # source of an edge that stands for those of a call left out
 
 
 @dataclass(eq=False)
@@ -23,6 +25,7 @@ class Storage:
     born: int
     op: int
     shape: Shape
+    made: int = 0  # the tick at which it came; `born` may be later
     died: float = math.inf
     saved: bool = False  # for backward, by an operator that may still be to come
     saved_by: int | None = None
@@ -62,7 +65,9 @@ class Recording:
     """A whole step.
 
     By tick: `kernel_ops` the operator, `workspaces` bytes that its kernel takes inside. `writes`: (tick, birth) of every
-    tensor changed in place. `with_gradient`: names of the parameters that the backward pass gave a gradient.
+    tensor changed in place. `with_gradient`: names of the parameters that the backward pass gave a gradient. `copies` are
+    calls left out and `models` what was run instead (see `observed_calls`); `repetitions` are the models by the paths of the
+    modules whose calls were left out.
     """
 
     ops: list[OpRecord] = field(default_factory=list)
@@ -75,6 +80,9 @@ class Recording:
     backward_start: int = 0
     with_gradient: set[str] = field(default_factory=set)
     has_collectives: bool = False
+    models: list[tuple[Any, Any]] = field(default_factory=list)
+    copies: list[Any] = field(default_factory=list)
+    repetitions: dict[str, Any] = field(default_factory=dict)
 
     def sequence(self) -> Sequence[tuple[object, ...]]:
         """What two runs must have in common to be compared: every operator and the names of its kernels."""

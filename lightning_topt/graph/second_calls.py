@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,24 +24,42 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_topt.graph.call_trace import CallTrace, Trace
+from lightning_topt.graph.observed_calls import ObservedCall, rebuild
 from lightning_topt.graph.python_state import describe
+from lightning_topt.graph.repeated_calls import make_results
 from lightning_topt.graph.step_run import StepRun, call_training_step
 from lightning_topt.graph.structures import tensors_in
 
 
-def find_repeatable(step: StepRun, batch: Any, *, candidates: Iterable[str], samples: tuple[int, int]) -> set[str]:
-    """Return the `candidates`, paths of modules, whose second call does what the first did; see [Note: second calls]."""
-    wanted = list(candidates)
+def find_repeatable(
+    step: StepRun,
+    batch: Any,
+    *,
+    candidates: Iterable[str],
+    samples: tuple[int, int],
+    repetitions: Mapping[str, ObservedCall] | None = None,
+) -> set[str]:
+    """Return the `candidates`, paths of modules, whose second call does what the first did; see [Note: second calls].
+
+    `repetitions` are calls that are left out, by the paths of their modules: what is found for their models holds for them.
+    """
+    left_out, wanted = repetitions or {}, list(candidates)
     if not wanted:
         return set()
     try:
-        with step.prepared(batch, samples=samples) as (copied, inputs, backups):
-            trace = Trace([*copied.parameters(), *copied.buffers(), *tensors_in(inputs)], backups=backups)
-            calls = {path: _Candidate(copied.get_submodule(path)) for path in wanted}
+        with step.prepared(batch, samples=samples) as prepared:
+            copied, inputs = prepared.module, prepared.batch
+            outside = [*copied.parameters(), *copied.buffers(), *tensors_in(inputs)]
+            trace = Trace(outside, backups=prepared.backups)
+            for path, model in left_out.items():
+                assert prepared.mode is not None
+                vars(copied.get_submodule(path))["forward"] = _left_out(model, prepared.mode, trace)
             run = _Run()
+            calls = {path: _Candidate(copied.get_submodule(path)) for path in wanted if not _around(path, left_out)}
             for candidate in calls.values():
                 candidate.watch(trace, run)
             with step.forward_context(), trace, _saved(trace, keep=True):
@@ -50,9 +68,32 @@ def find_repeatable(step: StepRun, batch: Any, *, candidates: Iterable[str], sam
             run.is_over = True
             with trace:
                 _repeat([candidate for candidate in run.order if counts[id(candidate)] == 1], trace)
-            return {path for path, candidate in calls.items() if candidate.passed}
+            found = {path for path, candidate in calls.items() if candidate.passed}
     except Exception:
         return set()  # a step that runs only once
+    for path in wanted:
+        outer = _around(path, left_out)
+        if outer is not None and left_out[outer].path + path[len(outer) :] in found:
+            found.add(path)
+    return found
+
+
+def _around(path: str, paths: Mapping[str, Any]) -> str | None:
+    """`path` or the module around it that is in `paths`."""
+    while path and path not in paths:
+        path = path.rpartition(".")[0]
+    return path or None
+
+
+def _left_out(model: ObservedCall, mode: FakeTensorMode, trace: Trace) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        made = make_results(model, mode)
+        for tensor, result in zip(made, model.results, strict=True):
+            tensor.requires_grad_(result.requires_grad)
+        trace.note_made(made)
+        return rebuild(model.structure, made)
+
+    return forward
 
 
 def _repeat(candidates: list[_Candidate], trace: Trace) -> None:

@@ -29,7 +29,19 @@ def run_step(module: Any, batch: Any) -> Tensor:
 
 
 def allocator_peaks(module: nn.Module, batch: Any) -> tuple[int, int]:
-    """Highest bytes allocated since the start of the step in its forward and in its backward, by torch's profiler."""
+    """Highest bytes allocated since the start of the step in its forward and in its backward, by torch's profiler.
+
+    On one thread: kernels with several take memory for each.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _allocator_peaks(module, batch)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _allocator_peaks(module: nn.Module, batch: Any) -> tuple[int, int]:
     run_step(module, batch).backward()
     module.zero_grad(set_to_none=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:

@@ -38,7 +38,7 @@ def fit_error(rank: int, options: dict[str, Any], module: L.LightningModule) -> 
         ("kind: Deployment\nversion: 1", "unknown entries"),
         (GOOD.to_yaml().replace("shard(0)", "shard(x)", 1), "shard"),
         (GOOD.to_yaml().replace("size: 2", "size: two"), "whole number"),
-        (GOOD.to_yaml().split("blocks:")[0], "missing"),
+        (GOOD.to_yaml().split("stages:")[0], "missing"),
     ],
 )
 def test_corrupt_or_foreign_plan_file(tmp_path: Path, text: str, says: str) -> None:

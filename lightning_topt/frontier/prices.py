@@ -27,6 +27,8 @@ from numpy.typing import NDArray
 from lightning_topt.frontier.layers import Layer
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
 
+ELSEWHERE = -1
+
 _RATIOS = 30
 _STEPS = 100
 _WORK = 3 * 10**8  # multiply-adds that finding prices may take
@@ -52,7 +54,10 @@ def state_kernels() -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Plans that are known: `costs` (n, 2), seconds ascending and bytes descending, and their transitions `plans` (n, N)."""
+    """Plans that are known: `costs` (n, 2), seconds ascending and bytes descending, and their transitions `plans` (n, N).
+
+    The transitions of a plan of another search are `ELSEWHERE`.
+    """
 
     costs: Array
     plans: NDArray[Any]
@@ -82,6 +87,10 @@ class Prices:
         seconds, size = np.append(known.costs[:, 0], self.most[0]), np.append(self.most[1], known.costs[:, 1])
         return np.ascontiguousarray(_corners(seconds, size).T @ self.weights.T + self.slack)
 
+    def gain(self, known: Known) -> float:
+        """Return by how much any plan could still beat the known ones, at most; see `gains`."""
+        return float(self.gains(0, np.zeros((1, 2)), np.zeros(1, np.int64), self.limits(known))[0])
+
     def gains(self, n: int, states: Array, group: Rows, limits: Array) -> Array:
         """Return (n,) by how much states of boundary `n` could still beat the known plans, at most.
 
@@ -93,9 +102,9 @@ class Prices:
 
 
 def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[Prices, Known]:
-    """Return prices for `layers`, each with at least one transition, and good plans.
+    """Return prices for `layers`, each with at least one transition, and the plans met while seeking them.
 
-    Fewer `steps` give prices that exclude less; no more plans than those that they meet are sought then.
+    Fewer `steps` give prices that exclude less.
     """
     net = Network(tuple(layers))
     ratios = np.stack(
@@ -104,8 +113,8 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
     weights = ratios / net.units
     rates = 16 / ratios.sum(axis=1, keepdims=True) * weights
     work = len(ratios) * sum(layer.values.size + len(layer.start) * 16 for layer in layers)
-    improve, most = steps is None, int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
-    steps = most if net.splits else 1
+    steps = int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
+    steps = steps if net.splits else 1
     masses = np.zeros((len(ratios), net.pointers[0][-1]))
     potentials = np.zeros((len(ratios), net.pointers[1][-1]))
     plans, costs = np.zeros((len(ratios) * steps, len(layers)), np.int32), np.zeros((len(ratios) * steps, 2))
@@ -119,18 +128,21 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
         _TOLERANCE * (weights * net.sums).sum(axis=1),
     )
     known = Known(np.zeros((0, 2)), np.zeros((0, len(layers)), np.int32)).joined(costs, plans)
-    return prices, _improve(net.flat, known) if improve else known
+    return prices, known
 
 
-def _improve(flat: tuple[Any, ...], known: Known) -> Known:
-    """Known plans with what changes of each, and crossings of neighbours, make of them."""
+def improve(layers: Sequence[Layer], known: Known) -> Known:
+    """Return known plans and what changes of each, and crossings of neighbours, make of them."""
+    flat = Network(tuple(layers)).flat
     room = np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))
     for _ in range(_ROUNDS):
+        own = np.flatnonzero((known.plans != ELSEWHERE).all(axis=1))
+        some = known.plans[own[np.unique(np.linspace(0, len(own) - 1, min(_IMPROVED, len(own))).astype(np.intp))]]
+        pairs = [(plan, other) for i, plan in enumerate(some) for other in some[max(i - 1, 0) : i + 2]]
+        found = [_crossed(flat, *pair, known, room) for pair in pairs]
         before = known
-        some = before.plans[np.unique(np.linspace(0, len(before.costs) - 1, _IMPROVED).astype(np.intp))]
-        for i, plan in enumerate(some):
-            for other in some[max(i - 1, 0) : i + 2]:
-                known = known.joined(*_crossed(flat, plan, other, known, room))
+        if found:
+            known = known.joined(*(np.concatenate(part) for part in zip(*found, strict=True)))
         if len(known.costs) > _ENOUGH or np.array_equal(known.costs, before.costs):
             break
     return known

@@ -16,11 +16,11 @@ import numpy as np
 
 from lightning_topt.frontier.layers import Layer
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
-from lightning_topt.frontier.prices import Known, Prices, make_prices, state_kernels
+from lightning_topt.frontier.prices import ELSEWHERE, Known, Prices, improve, make_prices, state_kernels
 from lightning_topt.frontier.sweep import follow
 
 _FIRST_CAP, _WIDER = 512, 16
-_ELSEWHERE = -1  # the plan of a rival
+_ROUGH = 0.02  # what the first sweep may miss without better plans being sought at once
 _CHUNK = 2**18  # candidates held at once
 _BINS = (256, 8192)
 _COMPARED = (4, 6)  # with more columns than this, where few are beaten, each is compared with this many blocks only
@@ -78,22 +78,23 @@ def search_wide(
         else:
             return known.plans, 0.0
     prices, known = make_prices(layers)
-    known = known.joined(rivals, np.full((len(rivals), len(layers)), _ELSEWHERE, np.int32))
-    start = prices.gains(0, np.zeros((1, 2)), np.zeros(1, np.int64), prices.limits(known))
-    missed, cap = float(start[0]), _FIRST_CAP
-    while missed > budget.epsilon:
+    known = known.joined(rivals, np.full((len(rivals), len(layers)), ELSEWHERE, np.int32))
+    missed, cap, last = prices.gain(known), _FIRST_CAP, False
+    while missed > budget.epsilon and not last:
         cap, began = min(cap, search.most), time.perf_counter()
         try:
             found, dropped = search.sweep(cap, prices, known)
+            known, missed = known.joined(found.costs, found.plans), min(missed, dropped)
         except _GiveUp:
-            break
-        known, missed = known.joined(found.costs, found.plans), min(missed, dropped)
+            last = True
         now = time.perf_counter()
         wider = min(_WIDER, (deadline - now) / (now - began))  # as far as there is time for
-        if cap == search.most or wider < 2:
-            break
+        last |= cap == search.most or wider < 2
+        if missed > max(budget.epsilon, 0.0 if last or cap > _FIRST_CAP else _ROUGH):
+            known = improve(layers, known)
+            missed = min(missed, prices.gain(known))
         cap = int(cap * wider)
-    return known.plans[(known.plans != _ELSEWHERE).all(axis=1)], max(missed, 0.0)
+    return known.plans[(known.plans != ELSEWHERE).all(axis=1)], max(missed, 0.0)
 
 
 class _Search:
@@ -104,9 +105,7 @@ class _Search:
         self.prepared = [_prepare(layer, lift) for layer, lift in zip(layers, lifts[1:], strict=True)]
         self.columns = [2, *(layer.columns for layer in layers)]
         self.several = max(self.columns) > 2 or any(len(layer.start) > 2 for layer in layers)
-        per_state = 8 * len(layers) + 64 * max(
-            self.columns
-        )  # back-pointers of all layers; columns while working on one
+        per_state = 8 * len(layers) + 64 * max(self.columns)  # back-pointers of all layers, columns of one
         self.most = int(max(1, min(budget.max_points, budget.max_bytes / per_state)))
 
     def sweep(self, cap: int, prices: Prices | None, known: Known | None) -> tuple[Known, float]:

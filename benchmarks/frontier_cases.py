@@ -65,7 +65,9 @@ def blocks_in_time(count: int, *, same: bool, edges: bool = False) -> Make:
                 memory[config] = 2 * weights + 2 * weights / (1 + sharded)
                 kept = output if recompute else activations
                 memory[config, block:count] += kept  # forward moments from its own on
-                memory[config, count + block + 1 :] += kept  # backward passes of later blocks, which come before its own
+                memory[config, count + block + 1 :] += (
+                    kept  # backward passes of later blocks, which come before its own
+                )
                 memory[config, [block, count + block]] += 1.2 * activations
             costs.append((seconds, np.floor(memory)))
         return table(costs, chain=rng if edges else None)

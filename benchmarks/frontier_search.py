@@ -57,7 +57,13 @@ def measure_at(checkout: Path, name: str, seed: int) -> dict[str, Any] | None:
     except subprocess.TimeoutExpired:
         return None
     if run.returncode:
-        return {"seconds": float("nan"), "points": 0, "error": float("nan"), "mebibytes": 0.0, "failed": run.stderr[-300:]}
+        return {
+            "seconds": float("nan"),
+            "points": 0,
+            "error": float("nan"),
+            "mebibytes": 0.0,
+            "failed": run.stderr[-300:],
+        }
     result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return result
 
@@ -128,7 +134,11 @@ def growth() -> list[str]:
         axes[0].plot(layers, times, "o-", label=f"{count} distinct")
     axes[0].set(xlabel="layers", ylabel="CPU seconds", title="search_chain, 8 configurations per block")
     axes[0].legend()
-    lines += ["", "| meshes | layers | distinct blocks | searched | plans | error bound | CPU seconds |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| meshes | layers | distinct blocks | searched | plans | error bound | CPU seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for depth in (24, 48, 96):
         times = []
         for count in distinct[:4]:
@@ -137,7 +147,10 @@ def growth() -> list[str]:
             union = search_meshes(meshes)
             times.append(time.process_time() - start)
             error = "0 (exact)" if union.exact else f"{100 * union.error_bound:.2g} %"
-            lines.append(f"| {len(meshes)} | {depth} | {count} | {len(union.searched)} | {len(union.points)} | {error} | {times[-1]:.2g} |")
+            lines.append(
+                f"| {len(meshes)} | {depth} | {count} | {len(union.searched)} | {len(union.points)} | {error} "
+                f"| {times[-1]:.2g} |"
+            )
             print(lines[-1], flush=True)
         axes[1].plot(distinct[:4], times, "o-", label=f"{depth} layers")
     axes[1].set(xlabel="distinct blocks", title="search_meshes, 64 devices as 7 meshes")
@@ -165,10 +178,12 @@ def main() -> None:
         "`python -m benchmarks.frontier_search" + (" --against <checkout>`" if against else "`"),
         "",
         machine(),
-        f"- NumPy {np.__version__}; {len(SEEDS)} seeds per row: median (least to most); default limits; MiB: growth of the process",
+        f"- NumPy {np.__version__}; {len(SEEDS)} seeds per row: median (least to most); default limits",
     ]
     if against:
-        head = subprocess.run(["git", "log", "-1", "--format=%h %s"], cwd=against, capture_output=True, text=True, check=True)
+        head = subprocess.run(
+            ["git", "log", "-1", "--format=%h %s"], cwd=against, capture_output=True, text=True, check=True
+        )
         lines.append(f"- before: {head.stdout.strip()}")
     lines += ["", *tables(against), "", *growth(), "", "![growth](frontier_growth.png)"]
     (RESULTS / "frontier_search.md").write_text("\n".join(lines) + "\n")

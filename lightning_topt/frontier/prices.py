@@ -14,6 +14,7 @@ ways at once: shares are a Gibbs distribution, whose marginals two passes give);
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 from collections.abc import Sequence
@@ -71,7 +72,8 @@ class Known:
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """L prices: `weights` (L, 2) of a second and a byte; by boundary `masses` (c, L) of columns, `potentials` (G, L) of groups.
+    """L prices: `weights` (L, 2) of a second and a byte; by boundary `masses` (c, L) of columns, and of groups `potentials`
+    (G, L) and `reached` (G, L), the least price from them to the end and from the start to them.
 
     `most` (2,) is above the seconds and bytes of every plan, `slack` (L,) above the rounding of any priced plan.
     """
@@ -79,6 +81,7 @@ class Prices:
     weights: Array
     masses: tuple[Array, ...]
     potentials: tuple[Array, ...]
+    reached: tuple[Array, ...]
     most: Array
     slack: Array
 
@@ -88,16 +91,42 @@ class Prices:
         return np.ascontiguousarray(_corners(seconds, size).T @ self.weights.T + self.slack)
 
     def gain(self, known: Known) -> float:
-        """Return by how much any plan could still beat the known ones, at most; see `gains`."""
-        return float(self.gains(0, np.zeros((1, 2)), np.zeros(1, np.int64), self.limits(known))[0])
+        """Return by how much any plan could still beat the known ones, at most; see `Bounds.gains`."""
+        return float(Bounds(self, known, 0.0).gains(0, np.zeros((1, 2)), np.zeros(1, np.int64))[0])
 
-    def gains(self, n: int, states: Array, group: Rows, limits: Array) -> Array:
+
+class Bounds:
+    """Which partial plans may become better than the `known` ones, by more than the share `epsilon`.
+
+    Boundaries are counted from the first layer, or, `reversed`, from the last.
+    """
+
+    def __init__(self, prices: Prices, known: Known, epsilon: float) -> None:
+        limits = prices.limits(known)
+        self.limits = np.where(limits > 0, limits / (1 + epsilon), limits)
+        self._masses, self._potentials, self._others = prices.masses, prices.potentials, prices.reached
+
+    @property
+    def reversed(self) -> Bounds:
+        """The same for partial plans that grow from the end."""
+        flipped = copy.copy(self)
+        flipped._masses, flipped._potentials, flipped._others = (
+            part[::-1] for part in (self._masses, self._others, self._potentials)
+        )
+        return flipped
+
+    def at(self, n: int) -> tuple[Array, Array, Array]:
+        """Return what the kernels take at boundary `n`: masses (c, L), potentials (G, L), limits (Q, L)."""
+        return self._masses[n], self._potentials[n], self.limits
+
+    def gains(self, n: int, states: Array, group: Rows) -> Array:
         """Return (n,) by how much states of boundary `n` could still beat the known plans, at most.
 
-        Gain g: whatever completes a state is beaten or equalled by a known plan that counts as (1 + g) times better.
+        Gain g: whatever completes a state is beaten or equalled by a known plan that counts as (1 + g) times better (and as
+        (1 + epsilon) times better already).
         """
         found = np.empty(len(states))
-        state_kernels().gains(states, group, self.masses[n], self.potentials[n], limits, found)
+        state_kernels().gains(states, group, *self.at(n), found)
         return found
 
 
@@ -115,20 +144,33 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
     work = len(ratios) * sum(layer.values.size + len(layer.start) * 16 for layer in layers)
     steps = int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
     steps = steps if net.splits else 1
-    masses = np.zeros((len(ratios), net.pointers[0][-1]))
+    masses, flows = np.zeros((len(ratios), net.pointers[0][-1])), np.zeros((len(ratios), net.flat[5][-1]))
     potentials = np.zeros((len(ratios), net.pointers[1][-1]))
     plans, costs = np.zeros((len(ratios) * steps, len(layers)), np.int32), np.zeros((len(ratios) * steps, 2))
-    price_kernels().maximise(net.flat, weights, rates, steps, masses, potentials, plans, costs)
+    price_kernels().maximise(net.flat, weights, rates, steps, masses, flows, potentials, plans, costs)
     columns, groups = ([slice(*ends) for ends in itertools.pairwise(where)] for where in net.pointers)
     prices = Prices(
         weights,
         tuple(np.ascontiguousarray(masses[:, where].T) for where in columns),
         tuple(np.ascontiguousarray(potentials[:, where].T) for where in groups),
+        tuple(_reached(layers, flows)),
         2 * net.sums + 1,
         _TOLERANCE * (weights * net.sums).sum(axis=1),
     )
     known = Known(np.zeros((0, 2)), np.zeros((0, len(layers)), np.int32)).joined(costs, plans)
     return prices, known
+
+
+def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
+    """For every boundary (G, L): the least price from the start to each group."""
+    found, done = [np.zeros((1, len(flows)))], 0
+    for layer in layers:
+        priced = layer.values @ flows[:, done : done + len(layer.start)].T + found[-1][layer.source]
+        done += len(layer.start)
+        best = np.full((layer.groups, len(flows)), np.inf)
+        np.minimum.at(best, layer.target, priced)
+        found.append(best)
+    return found
 
 
 def improve(layers: Sequence[Layer], known: Known) -> Known:

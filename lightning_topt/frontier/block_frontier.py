@@ -46,7 +46,7 @@ def eliminate_block(table: CostTable, *, first: str, last: str, max_branches: in
     layers = without_dead_ends(table_layers(graph, order=order, kept=kept))
     if not all(len(layer.source) for layer in layers):
         raise ValueError("infinite costs forbid every plan of the block")
-    layers = without_dead_groups([without_dominated(layer) for layer in layers])
+    layers = without_dead_groups(without_dominated(layers))
     swept = sweep(layers)
     assert swept is not None
     plans = choices(layers, swept[2])[:, [1 + order.index(name) for name in names]]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_topt.frontier.layers import Layer
+from lightning_topt.frontier.layers import Layer, mask
 from lightning_topt.frontier.pareto import Array, Rows
 
 _CHUNK = 2**20  # numbers held at once
@@ -28,14 +28,13 @@ _APART = np.where(np.eye(2, dtype=bool), 0.0, -np.inf)  # seconds and bytes are 
 def reduce_columns(layers: Sequence[Layer]) -> list[Layer]:
     """Return the same layers with fewer columns at the boundaries between them."""
     reduced, past, future = list(layers), _APART, _futures(layers)
+    made: dict[tuple[int, bytes, bytes, bool], Layer] = {}
     for n in range(1, len(layers)):  # what lies before n is reduced already, what lies behind is not
         above = _step(reduced[n - 1].values, reduced[n - 1].end, reduced[n - 1].start, past, layers[n - 1].columns)
         keep = _needed(above, future[n], layers[n])
         into, offset_into, out, offset_out = _merge(above, future[n], keep)
-        reduced[n - 1] = _redirect(reduced[n - 1], into, offset_into)
-        flipped = _redirect(_flip(reduced[n], layers[n - 1].columns), out, offset_out)
-        reduced[n] = _flip(flipped, layers[n].columns)
-        kept = reduced[n - 1]
+        kept = reduced[n - 1] = _redirect_once(made, reduced[n - 1], into, offset_into, after=True)
+        reduced[n] = _redirect_once(made, reduced[n], out, offset_out, after=False)
         past = _step(kept.values, kept.end, kept.start, past, kept.columns)
     return reduced
 
@@ -61,7 +60,7 @@ def _step(values: Array, own: Rows, other: Rows, known: Array, count: int) -> Ar
     order = np.argsort(own, kind="stable")
     values, other = values[:, order], other[order]
     present, first = np.unique(own[order], return_index=True)
-    known = known[np.ix_(other, other)]
+    known = known[other[:, None], other]
     least = np.full((len(order), len(present)), np.inf)
     step = max(1, _CHUNK // len(order) ** 2)
     for start in range(0, len(values), step):
@@ -71,14 +70,14 @@ def _step(values: Array, own: Rows, other: Rows, known: Array, count: int) -> Ar
             more = np.maximum.reduceat(more, first, axis=2)
         least = np.minimum(least, more.min(axis=0, initial=np.inf))
     found = np.full((count, count), -np.inf)
-    found[~np.isin(np.arange(count), present)] = np.inf
-    found[np.ix_(present, present)] = np.minimum.reduceat(least, first, axis=0)
+    found[~mask(present, count)] = np.inf
+    found[present[:, None], present] = np.minimum.reduceat(least, first, axis=0)
     return found
 
 
 def _needed(past: Array, future: Array, after: Layer) -> Rows:
     """Columns that may decide, in ascending order."""
-    gone = ~np.isin(np.arange(len(past)), after.start)
+    gone = ~mask(after.start, len(past))
     with np.errstate(invalid="ignore"):
         never = past + future >= 0
     np.fill_diagonal(never, False)
@@ -107,6 +106,20 @@ def _merge(past: Array, future: Array, keep: Rows) -> tuple[Rows, Array, Rows, A
             into[a] = out[a] = kept
             kept += 1
     return into, offset_into, out, offset_out
+
+
+def _redirect_once(
+    made: dict[tuple[int, bytes, bytes, bool], Layer], layer: Layer, number: Rows, offset: Array, *, after: bool
+) -> Layer:
+    """The layer with other columns after or before it; one object for equal layers that change alike."""
+    if not offset.any() and (number == np.arange(len(number))).all():
+        return layer
+    key = id(layer), number.tobytes(), offset.tobytes(), after
+    if key not in made:
+        flipped = layer if after else _flip(layer, len(number))
+        found = _redirect(flipped, number, offset)
+        made[key] = found if after else _flip(found, layer.columns)
+    return made[key]
 
 
 def _redirect(layer: Layer, number: Rows, offset: Array) -> Layer:

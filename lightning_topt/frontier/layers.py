@@ -44,7 +44,9 @@ class Layer:
     columns: int
 
     def take(self, rows: Rows) -> Layer:
-        """Return the layer with these transitions only."""
+        """Return the layer with these transitions only, itself where those are all: equal blocks go on sharing one."""
+        if len(rows) == len(self.source):
+            return self
         return dataclasses.replace(
             self, source=self.source[rows], target=self.target[rows], values=self.values[rows], choice=self.choice[rows]
         )
@@ -68,6 +70,13 @@ def choices(layers: Sequence[Layer], plans: Rows) -> Rows:
     return np.stack([layer.choice[plans[:, n]] for n, layer in enumerate(layers)], axis=1)
 
 
+def mask(indices: Rows, count: int) -> NDArray[np.bool_]:
+    """Return (count,) whether a number is among `indices`."""
+    found = np.zeros(count, bool)
+    found[indices] = True
+    return found
+
+
 def exact_grid(costs: Sequence[Array]) -> float:
     """Return a power of two so small that rounding to its multiples changes a sum of one of each of `costs` by about an ulp.
 
@@ -77,8 +86,13 @@ def exact_grid(costs: Sequence[Array]) -> float:
     return float(2.0 ** (np.ceil(np.log2(total)) - 50)) if total > 0 else 1.0
 
 
-def without_dominated(layer: Layer) -> Layer:
-    """Return the layer without transitions that another one between the same groups beats in every entry."""
+def without_dominated(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers without transitions that another one between the same groups beats in every entry."""
+    made = {id(layer): _minimal(layer) for layer in {id(layer): layer for layer in layers}.values()}
+    return [made[id(layer)] for layer in layers]
+
+
+def _minimal(layer: Layer) -> Layer:
     order = np.argsort(layer.cells, kind="stable")
     ends = np.flatnonzero(np.diff(layer.cells[order])) + 1
     if len(ends) + 1 >= len(order):
@@ -111,11 +125,11 @@ def without_dead_ends(layers: Sequence[Layer]) -> list[Layer]:
     kept, reached = [], np.ones(1, bool)
     for layer in layers:
         kept.append(layer.take(np.flatnonzero(reached[layer.source])))
-        reached = np.isin(np.arange(layer.groups), kept[-1].target)
+        reached = mask(kept[-1].target, layer.groups)
     for n in range(len(kept) - 1, -1, -1):
         kept[n] = kept[n].take(np.flatnonzero(reached[kept[n].target]))
         groups = kept[n - 1].groups if n else 1
-        reached = np.isin(np.arange(groups), kept[n].source)
+        reached = mask(kept[n].source, groups)
     return kept
 
 

@@ -56,8 +56,7 @@ class _Mesh:
         """By how much its plans could beat the known ones."""
         if self.prices is None or not len(known):
             return np.inf
-        limits = self.prices.limits(Known(known, np.zeros((len(known), 0), np.intp)))
-        return float(self.prices.gains(0, np.zeros((1, 2)), np.zeros(1, np.int64), limits)[0])
+        return self.prices.gain(Known(known, np.zeros((len(known), 0), np.intp)))
 
 
 class _Union:
@@ -102,7 +101,7 @@ def search_meshes(
             meshes.append(mesh)
     numbers = sum(layer.values.size for mesh in meshes for layer in mesh.layers)
     for mesh in meshes if len(meshes) > 1 and numbers > _SMALL else []:
-        mesh.layers = [without_dominated(layer) for layer in mesh.layers]
+        mesh.layers = without_dominated(mesh.layers)
         mesh.prices, known = make_prices(mesh.layers, steps=_STEPS)
         union.add(mesh, choices(mesh.layers, known.plans)[:, -2:0:-1])
     searched, error_bound = _search(meshes, union, budget, started)

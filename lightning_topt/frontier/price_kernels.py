@@ -77,12 +77,12 @@ def _walk(net: Any, choice: Any, row: int, plans: Any, costs: Any, logs: Any, ra
 
 @kernel
 def maximise(
-    net: Any, weights: Any, rates: Any, steps: int, masses: Any, potentials: Any, plans: Any, costs: Any
+    net: Any, weights: Any, rates: Any, steps: int, masses: Any, flows: Any, potentials: Any, plans: Any, costs: Any
 ) -> None:
     """For each of `weights` (L, 2), shares over columns for which the cheapest plan is dearest, as far as `steps` find them.
 
-    Multiplicative weights with `rates` (L, 2). Into `masses` (L, columns) and `potentials` (L, groups) go the best prices,
-    into `plans` (L * steps, N) and `costs` (L * steps, 2) all plans met.
+    Multiplicative weights with `rates` (L, 2). Into `masses` (L, columns), `flows` (L, entries) and `potentials` (L, groups) go
+    the best prices, into `plans` (L * steps, N) and `costs` (L * steps, 2) all plans met.
     """
     height, mass, flow, logs = np.empty(net[8][-1]), np.empty(net[8][-1]), np.empty(net[5][-1]), np.empty(net[5][-1])
     potential, choice, states = np.empty(net[10][-1]), np.zeros(net[10][-1], np.int64), np.empty((2, net[8][-1]))
@@ -97,6 +97,8 @@ def maximise(
                 best = potential[0]
                 for c in range(len(mass)):
                     masses[i, c] = mass[c]
+                for e in range(len(flow)):
+                    flows[i, e] = flow[e]
                 for g in range(len(potential)):
                     potentials[i, g] = potential[g]
             _walk(net, choice, i * steps + step, plans, costs, logs, rates[i] / np.sqrt(step + 1.0), states)

@@ -14,6 +14,7 @@ ways at once: shares are a Gibbs distribution, whose marginals two passes give);
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from numpy.typing import NDArray
 
 from lightning_topt.frontier.layers import Layer
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
+
+ELSEWHERE = -1
 
 _RATIOS = 30
 _STEPS = 100
@@ -52,7 +55,10 @@ def state_kernels() -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Plans that are known: `costs` (n, 2), seconds ascending and bytes descending, and their transitions `plans` (n, N)."""
+    """Plans that are known: `costs` (n, 2), seconds ascending and bytes descending, and their transitions `plans` (n, N).
+
+    The transitions of a plan of another search are `ELSEWHERE`.
+    """
 
     costs: Array
     plans: NDArray[Any]
@@ -66,7 +72,8 @@ class Known:
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """L prices: `weights` (L, 2) of a second and a byte; by boundary `masses` (c, L) of columns, `potentials` (G, L) of groups.
+    """L prices: `weights` (L, 2) of a second and a byte; by boundary `masses` (c, L) of columns, and of groups `potentials`
+    (G, L) and `reached` (G, L), the least price from them to the end and from the start to them.
 
     `most` (2,) is above the seconds and bytes of every plan, `slack` (L,) above the rounding of any priced plan.
     """
@@ -74,6 +81,7 @@ class Prices:
     weights: Array
     masses: tuple[Array, ...]
     potentials: tuple[Array, ...]
+    reached: tuple[Array, ...]
     most: Array
     slack: Array
 
@@ -82,20 +90,50 @@ class Prices:
         seconds, size = np.append(known.costs[:, 0], self.most[0]), np.append(self.most[1], known.costs[:, 1])
         return np.ascontiguousarray(_corners(seconds, size).T @ self.weights.T + self.slack)
 
-    def gains(self, n: int, states: Array, group: Rows, limits: Array) -> Array:
+    def gain(self, known: Known) -> float:
+        """Return by how much any plan could still beat the known ones, at most; see `Bounds.gains`."""
+        return float(Bounds(self, known, 0.0).gains(0, np.zeros((1, 2)), np.zeros(1, np.int64))[0])
+
+
+class Bounds:
+    """Which partial plans may become better than the `known` ones, by more than the share `epsilon`.
+
+    Boundaries are counted from the first layer, or, `reversed`, from the last.
+    """
+
+    def __init__(self, prices: Prices, known: Known, epsilon: float) -> None:
+        limits = prices.limits(known)
+        self.limits = np.where(limits > 0, limits / (1 + epsilon), limits)
+        self._masses, self._potentials, self._others = prices.masses, prices.potentials, prices.reached
+
+    @property
+    def reversed(self) -> Bounds:
+        """The same for partial plans that grow from the end."""
+        flipped = copy.copy(self)
+        flipped._masses, flipped._potentials, flipped._others = (
+            part[::-1] for part in (self._masses, self._others, self._potentials)
+        )
+        return flipped
+
+    def at(self, n: int) -> tuple[Array, Array, Array]:
+        """Return what the kernels take at boundary `n`: masses (c, L), potentials (G, L), limits (Q, L)."""
+        return self._masses[n], self._potentials[n], self.limits
+
+    def gains(self, n: int, states: Array, group: Rows) -> Array:
         """Return (n,) by how much states of boundary `n` could still beat the known plans, at most.
 
-        Gain g: whatever completes a state is beaten or equalled by a known plan that counts as (1 + g) times better.
+        Gain g: whatever completes a state is beaten or equalled by a known plan that counts as (1 + g) times better (and as
+        (1 + epsilon) times better already).
         """
         found = np.empty(len(states))
-        state_kernels().gains(states, group, self.masses[n], self.potentials[n], limits, found)
+        state_kernels().gains(states, group, *self.at(n), found)
         return found
 
 
 def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[Prices, Known]:
-    """Return prices for `layers`, each with at least one transition, and good plans.
+    """Return prices for `layers`, each with at least one transition, and the plans met while seeking them.
 
-    Fewer `steps` give prices that exclude less; no more plans than those that they meet are sought then.
+    Fewer `steps` give prices that exclude less.
     """
     net = Network(tuple(layers))
     ratios = np.stack(
@@ -104,33 +142,49 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
     weights = ratios / net.units
     rates = 16 / ratios.sum(axis=1, keepdims=True) * weights
     work = len(ratios) * sum(layer.values.size + len(layer.start) * 16 for layer in layers)
-    improve, most = steps is None, int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
-    steps = most if net.splits else 1
-    masses = np.zeros((len(ratios), net.pointers[0][-1]))
+    steps = int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
+    steps = steps if net.splits else 1
+    masses, flows = np.zeros((len(ratios), net.pointers[0][-1])), np.zeros((len(ratios), net.flat[5][-1]))
     potentials = np.zeros((len(ratios), net.pointers[1][-1]))
     plans, costs = np.zeros((len(ratios) * steps, len(layers)), np.int32), np.zeros((len(ratios) * steps, 2))
-    price_kernels().maximise(net.flat, weights, rates, steps, masses, potentials, plans, costs)
+    price_kernels().maximise(net.flat, weights, rates, steps, masses, flows, potentials, plans, costs)
     columns, groups = ([slice(*ends) for ends in itertools.pairwise(where)] for where in net.pointers)
     prices = Prices(
         weights,
         tuple(np.ascontiguousarray(masses[:, where].T) for where in columns),
         tuple(np.ascontiguousarray(potentials[:, where].T) for where in groups),
+        tuple(_reached(layers, flows)),
         2 * net.sums + 1,
         _TOLERANCE * (weights * net.sums).sum(axis=1),
     )
     known = Known(np.zeros((0, 2)), np.zeros((0, len(layers)), np.int32)).joined(costs, plans)
-    return prices, _improve(net.flat, known) if improve else known
+    return prices, known
 
 
-def _improve(flat: tuple[Any, ...], known: Known) -> Known:
-    """Known plans with what changes of each, and crossings of neighbours, make of them."""
+def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
+    """For every boundary (G, L): the least price from the start to each group."""
+    found, done = [np.zeros((1, len(flows)))], 0
+    for layer in layers:
+        priced = layer.values @ flows[:, done : done + len(layer.start)].T + found[-1][layer.source]
+        done += len(layer.start)
+        best = np.full((layer.groups, len(flows)), np.inf)
+        np.minimum.at(best, layer.target, priced)
+        found.append(best)
+    return found
+
+
+def improve(layers: Sequence[Layer], known: Known) -> Known:
+    """Return known plans and what changes of each, and crossings of neighbours, make of them."""
+    flat = Network(tuple(layers)).flat
     room = np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))
     for _ in range(_ROUNDS):
+        own = np.flatnonzero((known.plans != ELSEWHERE).all(axis=1))
+        some = known.plans[own[np.unique(np.linspace(0, len(own) - 1, min(_IMPROVED, len(own))).astype(np.intp))]]
+        pairs = [(plan, other) for i, plan in enumerate(some) for other in some[max(i - 1, 0) : i + 2]]
+        found = [_crossed(flat, *pair, known, room) for pair in pairs]
         before = known
-        some = before.plans[np.unique(np.linspace(0, len(before.costs) - 1, _IMPROVED).astype(np.intp))]
-        for i, plan in enumerate(some):
-            for other in some[max(i - 1, 0) : i + 2]:
-                known = known.joined(*_crossed(flat, plan, other, known, room))
+        if found:
+            known = known.joined(*(np.concatenate(part) for part in zip(*found, strict=True)))
         if len(known.costs) > _ENOUGH or np.array_equal(known.costs, before.costs):
             break
     return known

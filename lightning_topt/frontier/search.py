@@ -114,8 +114,8 @@ def search_layers(layers: Sequence[Layer], budget: Budget, rivals: Array = _NO_R
     layers = without_dead_ends(layers)
     if not all(len(layer.source) for layer in layers):
         return np.zeros((0, len(layers)), np.intp), 0.0
-    layers = without_dead_groups([without_dominated(layer) for layer in layers])
-    layers = [without_dominated(layer) for layer in reduce_columns(layers)]
+    layers = without_dead_groups(without_dominated(layers))
+    layers = without_dominated(reduce_columns(layers))
     lifts = raises(layers)
     swept = sweep(layers, lifts=lifts, work=min(_SMALL, budget.max_points)) if budget.epsilon == 0 else None
     if swept is not None:

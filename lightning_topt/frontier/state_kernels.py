@@ -183,3 +183,37 @@ def extend_pairs(states: Any, first: Any, layer: Any, group: int, best: Any, aft
                 parent[size], via[size] = k, j
                 size += 1
     return size
+
+
+@kernel
+def join(states: Any, others: Any, some: Any, kinds: Any, seconds: Any, size: Any, found: Any, costs: Any) -> Any:
+    """Write the pairs of ``states[some[0] : some[1]]`` and ``others[some[2] : some[3]]`` that known plans do not beat.
+
+    Columns add up; the largest of each of `kinds` (c,) are the seconds and bytes. Known plans have `seconds` ascending and
+    `size` descending. Returns how many were written to `found` (room, 2) and `costs` (room, 2), and the state to go on with.
+    """
+    count, columns = 0, len(kinds)
+    for i in range(some[0], some[1]):
+        if count + some[3] - some[2] > len(found):
+            return count, i
+        for j in range(some[2], some[3]):
+            total = -np.inf
+            for c in range(columns):
+                if kinds[c] == 0:
+                    total = max(total, states[i, c] + others[j, c])
+            low, high = 0, len(seconds)
+            while low < high:
+                middle = (low + high) // 2
+                if seconds[middle] <= total:
+                    low = middle + 1
+                else:
+                    high = middle
+            limit, peak = size[low - 1] if low else np.inf, -np.inf
+            for c in range(columns):
+                if kinds[c] == 1:
+                    peak = max(peak, states[i, c] + others[j, c])
+            if peak < limit:
+                found[count, 0], found[count, 1] = i, j
+                costs[count, 0], costs[count, 1] = total, peak
+                count += 1
+    return count, some[1]

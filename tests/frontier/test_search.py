@@ -4,22 +4,25 @@ import numpy as np
 import pytest
 
 from lightning_topt.costs.cost_table import CostTable, EdgeCosts, OperatorCosts
-from lightning_topt.frontier import search, table_layers, wide
+from lightning_topt.frontier import search, table_layers, walk, wide
 from lightning_topt.frontier.brute_force import brute_force_frontier
 from lightning_topt.frontier.search import search_frontier
 from tests.frontier.tables import SHAPES, assert_costs_are_evaluated, assert_equals_brute_force, random_table
 
 
-@pytest.fixture(params=["numpy", "compiled", "compiled in small steps"])
+@pytest.fixture(params=["numpy", "compiled", "compiled in small steps", "compiled without joining"])
 def way(request, monkeypatch):
-    """By NumPy alone; compiled; and compiled with few partial plans at first, few comparisons and tiny chunks."""
+    """By NumPy alone; compiled; with few partial plans at first, few comparisons and tiny chunks; from one end only."""
     if request.param != "numpy":
         monkeypatch.setattr(search, "_SMALL", 0)
-    if request.param == "compiled in small steps":
+    if request.param == "compiled in small steps":  # also of joined plans
         monkeypatch.setattr(wide, "_FIRST_CAP", 2)
         monkeypatch.setattr(wide, "_WIDER", 2)
-        monkeypatch.setattr(wide, "_COMPARED", (2, 1))
-        monkeypatch.setattr(wide, "_CHUNK", 20)
+        monkeypatch.setattr(walk, "_COMPARED", (2, 1))
+        monkeypatch.setattr(walk, "_CHUNK", 20)
+        monkeypatch.setattr(wide, "_ROOM", 3)
+    if request.param == "compiled without joining":
+        monkeypatch.setattr(wide, "_PAIRS", -1)
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -244,13 +244,13 @@ class Hooked(Net):
 
 
 class Differently(Net):
-    """The last block runs without gradients, the one before under autocast."""
+    """One block runs under autocast."""
 
     def run(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self.blocks):
-            with torch.set_grad_enabled(index != 1), torch.autocast("cpu", torch.bfloat16, enabled=index == 3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=index == 3):
                 x = block(x)
-        return x.float()
+        return x
 
 
 class Remembers(Block):
@@ -299,6 +299,21 @@ class ScalesLast(Net):
         return super().run(x)
 
 
+class Counts(Block):
+    def prepare(self, index: int) -> None:
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class ReadsCounts(Net):
+    def run(self, x: Tensor) -> Tensor:
+        x = super().run(x)
+        return x.exp() if all(block.calls for block in self.blocks) else x
+
+
 class Unused(Net):
     """The results of two blocks are dropped."""
 
@@ -327,6 +342,7 @@ RUN = {
     "in-place": lambda: Net(InPlace),
     "same-input": SameInput,
     "scales-last": lambda: ScalesLast(Scaled),
+    "counts": lambda: ReadsCounts(Counts),
     "unused": Unused,
     "encoder-decoder": EncoderDecoder,
 }

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_topt.costs.chain_table import BlockCosts, ChainTable
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.lifetimes import BACKWARD, FORWARD, FORWARD_OVER, ONCE, Phase
+from lightning_topt.costs.lifetimes import BACKWARD, FORWARD, FORWARD_OVER, ONCE, REBUILD, Phase
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.frontier.mesh_frontier import search_meshes
 from lightning_topt.graph.op_config import OpConfig
@@ -114,6 +114,12 @@ class Choices:
         sharded = OpConfig.zero(3, axes=len(self.costs.step.mesh.axes))
         return self.costs.neighbours(dict.fromkeys(self.configs, sharded))
 
+    @property
+    def _whole(self) -> bool:
+        """Whether no configuration shards gradients."""
+        several = (config for configs in self.configs.values() for config in configs)
+        return not any(config.storage.sharded_axes("gradients") for config in several)
+
     def _near(self, block: str, home: int) -> tuple[int | None, ...]:
         beside, spans = self._uniform_neighbours[block], self.costs.step.segments.of_block
         names = beside.previous, beside.following
@@ -128,8 +134,10 @@ class Choices:
         between, own = (segment > home) | np.array([phase == FORWARD_OVER for phase in phases.order]), segment == home
         outside = ~between & ~own
         sides = [outside & ~once & forward, outside & ~once & ~forward]
+        # New buckets are as large as all gradients: what blocks with whole gradients have beside one another then is exact.
+        listed = outside & once & ~(np.array([phase == REBUILD for phase in phases.order]) & self._whole)
         most = np.max(
-            [size[:, outside & once].max(axis=1), *(size[:, s].min(axis=1) for s in sides if s.any())], axis=0
+            [size[:, listed].max(axis=1), *(size[:, s].min(axis=1) for s in sides if s.any())], axis=0
         )
         least = size[:, between].min(axis=1)
         static = np.minimum(most, least)

@@ -39,11 +39,14 @@ class PlanCosts:
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
     def configs(self, block: Block) -> list[OpConfig]:
-        """Return the configurations of `block` that some technique makes legal."""
-        found: list[OpConfig] = []
-        for technique in reversed(TECHNIQUES):
-            found += technique.configs(self.step, block, tuple(found))
-        return sorted(found, key=_simplicity)
+        """Return the configurations of `block` that some technique makes legal, the simplest first."""
+        key = self.step.alike[block.name], block.recomputable, block.name in self.step.tied
+        if key not in self._configs:
+            found: list[OpConfig] = []
+            for technique in reversed(TECHNIQUES):
+                found += technique.configs(self.step, block, tuple(found))
+            self._configs[key] = sorted(found, key=_simplicity)
+        return self._configs[key]
 
     def check(self, configs: Configs) -> None:
         """Raise ValueError when a block has no configuration, or one that no technique places on this mesh."""
@@ -203,6 +206,10 @@ class PlanCosts:
 
     @cached_property
     def _memories(self) -> dict[tuple[str, OpConfig, Neighbours], Array]:
+        return {}
+
+    @cached_property
+    def _configs(self) -> dict[tuple[int, bool, bool], list[OpConfig]]:
         return {}
 
     @cached_property

@@ -85,9 +85,9 @@ ONE_COLUMN_EACH = {
     "48 x 32, chain with edges, opposed": random_costs(48, 32, 1, 1, edges=True, opposed=True),
 }
 SEVERAL_COLUMNS = {
-    "12 x 6, chain with edges": random_costs(12, 6, 2, 2, edges=True),
+    "12 x 6, chain with edges, two of each": random_costs(12, 6, 2, 2, edges=True),
     "12 x 6, chain with edges, random bytes on edges": random_costs(12, 6, 2, 5, edges=True, edge_bytes=1e8),
-    "12 x 6, chain with edges ": random_costs(12, 6, 2, 5, edges=True),
+    "12 x 6, chain with edges": random_costs(12, 6, 2, 5, edges=True),
     "12 x 4, chain with edges, blocks in time": blocks_in_time(12, same=False, edges=True),
     "14 x 8, equal, random": random_costs(14, 8, 2, 6, same=True),
     "14 x 8, random": random_costs(14, 8, 2, 6),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -22,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-SEEDS = (0, 1, 2)
-PATIENCE = 100  # seconds for one table
+PATIENCE = 60  # seconds for one table
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -35,12 +33,10 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     for edges, columns in ((True, 1), (False, 3)):  # loads what is compiled
         search_frontier(random_costs(20, 12, columns, columns, edges=edges)(np.random.default_rng(0)))
     table = TABLES[name](np.random.default_rng(seed))
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
     found = search_frontier(table)
     seconds = time.process_time() - start
-    more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
-    return {"seconds": seconds, "points": len(found), "error": found.error_bound, "mebibytes": more / 1024}
+    return {"seconds": seconds, "points": len(found), "error": found.error_bound}
 
 
 def measure_at(checkout: Path, name: str, seed: int) -> dict[str, Any] | None:
@@ -61,31 +57,29 @@ def measure_at(checkout: Path, name: str, seed: int) -> dict[str, Any] | None:
             "seconds": float("nan"),
             "points": 0,
             "error": float("nan"),
-            "mebibytes": 0.0,
             "failed": run.stderr[-300:],
         }
     result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return result
 
 
-def tables(against: Path | None) -> list[str]:
+def tables(against: Path | None, seeds: int) -> list[str]:
     from benchmarks.frontier_cases import TABLES  # noqa: PLC0415
 
     checkouts = [ROOT] + ([against] if against else [])
     lines = [
-        "| operators x configurations | paths + moments | plans | error bound | CPU seconds | MiB |"
+        "| operators x configurations | paths + moments | plans | error bound | CPU seconds |"
         + (" before: plans | error bound | CPU seconds |" if against else ""),
-        "|---|---|---|---|---|---|" + ("---|---|---|" if against else ""),
+        "|---|---|---|---|---|" + ("---|---|---|" if against else ""),
     ]
     for name, make in TABLES.items():
         found: dict[Path, list[dict[str, Any] | None]] = {checkout: [] for checkout in checkouts}
-        for seed in SEEDS:
+        for seed in range(seeds):
             for checkout, results in found.items():
                 results.append(measure_at(checkout, name, seed) if None not in results else None)
         shape = make(np.random.default_rng(0))
         mine = cells(found[ROOT])
-        size = spread([result["mebibytes"] for result in found[ROOT] if result], "{:.0f}")
-        row = [name.strip(), f"{len(shape.fixed_seconds)} + {len(shape.fixed_bytes)}", *mine, size]
+        row = [name, f"{len(shape.fixed_seconds)} + {len(shape.fixed_bytes)}", *mine]
         lines.append("| " + " | ".join(row + (cells(found[against]) if against else [])) + " |")
         print(lines[-1], flush=True)
     return lines
@@ -170,7 +164,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--against", type=Path)
-    against = parser.parse_args().against
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    against = arguments.against
     against = against.resolve() if against else None
     lines = [
         "# Frontier search",
@@ -178,14 +174,15 @@ def main() -> None:
         "`python -m benchmarks.frontier_search" + (" --against <checkout>`" if against else "`"),
         "",
         machine(),
-        f"- NumPy {np.__version__}; {len(SEEDS)} seeds per row: median (least to most); default limits",
+        f"- load average before the run: {os.getloadavg()[0]:.1f}",
+        f"- NumPy {np.__version__}; {arguments.seeds} seed(s) per row: median (least to most); default limits",
     ]
     if against:
         head = subprocess.run(
             ["git", "log", "-1", "--format=%h %s"], cwd=against, capture_output=True, text=True, check=True
         )
         lines.append(f"- before: {head.stdout.strip()}")
-    lines += ["", *tables(against), "", *growth(), "", "![growth](frontier_growth.png)"]
+    lines += ["", *tables(against, arguments.seeds), "", *growth(), "", "![growth](frontier_growth.png)"]
     (RESULTS / "frontier_search.md").write_text("\n".join(lines) + "\n")
 
 

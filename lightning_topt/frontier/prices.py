@@ -40,6 +40,7 @@ _ROOM, _IMPROVED, _ROUNDS, _ENOUGH = (
     8,
     1024,
 )  # changes of a plan, plans changed in a round, rounds, known plans
+_FAR = 2.0**20  # how far corners at the ends lie out; a gain above it is not told from any larger one
 _TOLERANCE = 2.0**-40  # of the sum of all values: above the rounding of prices, which must not drop a plan
 
 
@@ -127,7 +128,7 @@ class Bounds:
         """
         found = np.empty(len(states))
         state_kernels().gains(states, group, *self.at(n), found)
-        return found
+        return np.where(found < _FAR / 2, found, np.inf)
 
 
 def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[Prices, Known]:
@@ -154,7 +155,7 @@ def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[P
         tuple(np.ascontiguousarray(masses[:, where].T) for where in columns),
         tuple(np.ascontiguousarray(potentials[:, where].T) for where in groups),
         tuple(_reached(layers, flows)),
-        2 * net.sums + 1,
+        _FAR * (net.sums + 1),
         _TOLERANCE * (weights * net.sums).sum(axis=1),
     )
     known = Known(np.zeros((0, 2)), np.zeros((0, len(layers)), np.int32)).joined(costs, plans)

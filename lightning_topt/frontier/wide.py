@@ -68,10 +68,8 @@ def search_wide(
             pass
     prices, known = make_prices(layers)
     known = known.joined(rivals, np.full((len(rivals), len(layers)), ELSEWHERE, np.int32))
-    sides = (
-        side,
-        make_way_back(layers) if columns > 2 else None,
-    )  # two columns are cheap, and have very many whole plans
+    # Partial plans of two columns are cheap to hold, and whole plans may be so many that pairs are not.
+    sides = side, make_way_back(layers) if columns > 2 else None
     missed, cap, last = prices.gain(known), _FIRST_CAP, False
     while missed > budget.epsilon and not last:
         cap, began = min(cap, most), time.perf_counter()
@@ -105,9 +103,14 @@ def _sweep(
             (ahead if len(ahead.states.costs) <= len(behind.states.costs) else behind).step()
         if np.dot(*(np.diff(walk.states.first).astype(float) for walk in (ahead, behind))) <= _PAIRS:
             known = _join(ahead, behind, Network(sides[0].layers).kinds[ahead.done], known)
-            return known, max(epsilon, ahead.dropped, behind.dropped)
+            return known, _missed(epsilon, ahead.dropped, behind.dropped)
     found = _walk_through(ahead)
-    return known.joined(found.costs, found.plans), max(epsilon, ahead.dropped)
+    return known.joined(found.costs, found.plans), _missed(epsilon, ahead.dropped)
+
+
+def _missed(epsilon: float, *dropped: float) -> float:
+    """What was dropped counts beside plans that are better by `epsilon` already."""
+    return epsilon + (1 + epsilon) * max(dropped)
 
 
 def _walk_through(walk: Walk) -> Known:

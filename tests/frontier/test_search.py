@@ -101,14 +101,19 @@ def test_time_that_is_up_leaves_what_is_known(columns):
     assert whole.exact
 
 
-def test_plans_that_cost_nothing_have_no_relative_error():
+@pytest.mark.parametrize("limit", [{"max_branches": 4}, {"max_points": 1}, {"max_points": 2, "epsilon": 0.3}])
+def test_plans_that_cost_little_or_nothing(monkeypatch, limit):
+    """No relative error can be stated where the least costs are zero or less."""
+    monkeypatch.setattr(search, "_SMALL", 0)
     rng = np.random.default_rng(3)
-    tables = [random_table(rng, shape="complete", operators=5, configs=4, ties=True) for _ in range(10)]
-    found = [search_frontier(table, max_branches=4) for table in tables]
-    assert any(frontier.error_bound == np.inf for frontier in found)
+    tables = [random_table(rng, shape="complete", operators=4, configs=4, ties=True) for _ in range(25)]
+    found = [search_frontier(table, **limit) for table in tables]
+    assert any(frontier.error_bound > 0 for frontier in found)
+    assert any(frontier.error_bound == np.inf for frontier in found) or "max_branches" not in limit
     for table, frontier in zip(tables, found, strict=True):
-        assert frontier.exact == (frontier.error_bound == 0.0)
-        assert_costs_are_evaluated(table, frontier)
+        if frontier.exact:
+            assert_equals_brute_force(table, frontier)
+        assert_bound_holds(table, frontier)
 
 
 def test_all_plans_forbidden_gives_an_empty_frontier(way):

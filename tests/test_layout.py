@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,18 @@ def test_no_import_cycles():
         for name in leaves:
             del edges[name]
     assert not edges, f"import cycle among {sorted(edges)}"
+
+
+def test_every_file_name_is_there_once():
+    names = Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+# A stage is a stage of a pipeline (or of the exchange of one bucket); ZeRO has levels, storage is a placement.
+GONE = re.compile(r"\bzero_stage\b|is_sharded|ZeRO stage|FAMILIES|\bfamily=")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_words_that_are_gone(path):
+    found = GONE.findall(path.read_text())
+    assert found == [] or path.name in ("service.py", "peer_channel.py")  # families of addresses

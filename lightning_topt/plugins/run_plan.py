@@ -174,9 +174,9 @@ def _needs_whole_parameters(
     trainer: pl.Trainer,
     graph: OpGraph | None = None,
     *,
-    is_sharded: Callable[[str], bool] = lambda _: True,
+    would_shard: Callable[[str], bool] = lambda _: True,
 ) -> str | None:
-    """Why plans that shard the parameters whose name `is_sharded` cannot run here, or None."""
+    """Why plans that shard the parameters whose name `would_shard` cannot run here, or None."""
     if request.only_replicated:
         return "options of DistributedDataParallel were given, and sharded plans do not run it"
     averaging = (StochasticWeightAveraging, WeightAveraging)
@@ -184,10 +184,10 @@ def _needs_whole_parameters(
         return "weight-averaging callbacks copy whole parameters"
     if trainer.precision == "16-true":
         return "16-true keeps no float32 weights to shard"
-    unused = [] if graph is None else [name for name in graph.unused if is_sharded(name)]
+    unused = [] if graph is None else [name for name in graph.unused if would_shard(name)]
     if unused:
         return f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees and answers"
-    return why_whole(trainer, is_sharded=is_sharded)
+    return why_whole(trainer, would_shard=would_shard)
 
 
 def _check_features(
@@ -195,11 +195,11 @@ def _check_features(
 ) -> None:
     levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
 
-    def is_sharded(parameter: str) -> bool:
+    def would_shard(parameter: str) -> bool:
         return bool(levels[block_of(parameter, levels)])
 
     shards = not plan.keeps_gradients_whole
-    if shards and (reason := _needs_whole_parameters(request, trainer, graph, is_sharded=is_sharded)):
+    if shards and (reason := _needs_whole_parameters(request, trainer, graph, would_shard=would_shard)):
         raise PlanError(f"this plan shards parameters, but {reason}; choose ZeRO level 0 or 1")
     check_exchange_of_run(plan, trainer)
 

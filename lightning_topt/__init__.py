@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_topt.plugins.cached_data import CachedDataModule
     from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
     from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
-    from lightning_topt.plugins.local_steps import LocalStepsStrategy
+    from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy
     from lightning_topt.plugins.parallel_optimizer import ParallelOptimizerStep
     from lightning_topt.plugins.stall_monitor import StallMonitor
     from lightning_topt.plugins.tuned_data import TunedDataModule
@@ -44,7 +44,7 @@ _HOMES = {
     "CachedDataModule": "plugins.cached_data",
     "CompressedDDPStrategy": "plugins.compressed_ddp",
     "CoordinatedDataModule": "plugins.coordinated_data",
-    "LocalStepsStrategy": "plugins.local_steps",
+    "LocalStepsStrategy": "plugins.local_steps_strategy",
     "ParallelOptimizerStep": "plugins.parallel_optimizer",
     "ParallelPlan": "plan.parallel_plan",
     "StallMonitor": "plugins.stall_monitor",

@@ -23,13 +23,13 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
-from lightning_topt.graph.batches import batch_sizes
 from lightning_topt.graph.capture import CaptureError, capture, may_need_values
 from lightning_topt.graph.meta_build import build_on_meta, is_on_meta
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.sample_counts import batch_sizes
 from lightning_topt.plan.choose import check_objective
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.report import print_table, save_html, save_png
-from lightning_topt.plan.search import SearchRequest, search_plans
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.example_batch import batches_of
 from lightning_topt.plugins.planning import Planning, make_fake_optimizers

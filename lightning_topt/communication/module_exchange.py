@@ -16,13 +16,13 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from lightning_topt.communication.agreement import check_equal_parameters
 from lightning_topt.communication.bucket import Bucket, BucketExchange, BucketLayout, NonFiniteGradient, Stages
 from lightning_topt.communication.compressors.exempt import exempt_names
+from lightning_topt.communication.exchange_worker import ExchangeWorker
 from lightning_topt.communication.methods import make_bucket_exchange, make_exchange_groups
 from lightning_topt.communication.options import READ_BY, ExchangeOptions
 from lightning_topt.communication.peers import PeerMonitor, ranks_that
 from lightning_topt.communication.selection import warm_up
 from lightning_topt.communication.streams import make_streams
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.worker import ExchangeWorker
 
 
 def _close(worker: ExchangeWorker, exchange: BucketExchange) -> None:

@@ -13,7 +13,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size, estimate_collective_seconds
 from lightning_topt.costs.compute import KernelKey, estimate_pass_seconds
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.exchange import ExchangeModel, make_exchange_model
+from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.lifetimes import Phases
 from lightning_topt.costs.optimizer import OptimizerProfile

@@ -2,8 +2,8 @@
 
 from lightning_topt.frontier.block_frontier import eliminate_block
 from lightning_topt.frontier.frontier import Frontier, FrontierPoint
+from lightning_topt.frontier.frontier_search import search_chain, search_frontier
 from lightning_topt.frontier.mesh_frontier import MeshFrontier, search_meshes
-from lightning_topt.frontier.search import search_chain, search_frontier
 
 __all__ = [
     "Frontier",

@@ -17,10 +17,10 @@ import numpy as np
 from lightning_topt.costs.chain_table import ChainTable
 from lightning_topt.frontier.chain_layers import chain_layers
 from lightning_topt.frontier.frontier import FrontierPoint
+from lightning_topt.frontier.frontier_search import block_names, make_budget, search_layers
 from lightning_topt.frontier.layers import Layer, choices, without_dead_ends, without_dominated
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
 from lightning_topt.frontier.prices import Known, Prices, make_prices
-from lightning_topt.frontier.search import block_names, make_budget, search_layers
 from lightning_topt.frontier.wide import Budget
 
 _STEPS = 8  # of the first prices of a mesh

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from lightning_topt.graph.assemble import assemble
-from lightning_topt.graph.batches import batch_sizes, common_size
 from lightning_topt.graph.blocks import choose_blocks, may_repeat
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, may_need_values
 from lightning_topt.graph.no_trace import no_collection, no_trace
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recording import Recording
+from lightning_topt.graph.sample_counts import batch_sizes, common_size
 from lightning_topt.graph.second_calls import find_repeatable
 from lightning_topt.graph.step_run import StepRun
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_topt.graph.batches import fake_batch
 from lightning_topt.graph.equal_modules import find_equal
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, annotate, explain
 from lightning_topt.graph.expand import expand
@@ -23,6 +22,7 @@ from lightning_topt.graph.real import Backups, real_batch, real_copy
 from lightning_topt.graph.record import Recorder
 from lightning_topt.graph.recording import Recording
 from lightning_topt.graph.repeated_calls import RepeatedCalls
+from lightning_topt.graph.sample_counts import fake_batch
 from lightning_topt.graph.structures import tensors_in
 
 CPU = torch.device("cpu")

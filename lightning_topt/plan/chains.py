@@ -136,9 +136,7 @@ class Choices:
         sides = [outside & ~once & forward, outside & ~once & ~forward]
         # New buckets are as large as all gradients: what blocks with whole gradients have beside one another then is exact.
         listed = outside & once & ~(np.array([phase == REBUILD for phase in phases.order]) & self._whole)
-        most = np.max(
-            [size[:, listed].max(axis=1), *(size[:, s].min(axis=1) for s in sides if s.any())], axis=0
-        )
+        most = np.max([size[:, listed].max(axis=1), *(size[:, s].min(axis=1) for s in sides if s.any())], axis=0)
         least = size[:, between].min(axis=1)
         static = np.minimum(most, least)
         kept, late = least - static, most - static
@@ -220,6 +218,9 @@ class Chain:
         return (*np.round(self.choices.times[k] + root, 9), *sizes)
 
 
+NO_BOUND = 1e9  # where a search that was given up can state no relative error; files hold no infinities
+
+
 @dataclass(frozen=True)
 class FoundPlans:
     """Plans on the frontier of several chains, each as a row of its chain; `error_bound` as in `Frontier`."""
@@ -228,8 +229,9 @@ class FoundPlans:
     error_bound: float
 
 
-def search_chains(chains: Sequence[Chain]) -> FoundPlans:
-    """Return the plans that no plan of any of `chains` beats in both seconds and bytes."""
-    found = search_meshes([(chain, lambda chain=chain: chain.table) for chain in chains])  # type: ignore[misc]
+def search_chains(chains: Sequence[Chain], *, max_seconds: float) -> FoundPlans:
+    """Return the plans that no plan of any of `chains` beats in both seconds and bytes, as far as `max_seconds` allow."""
+    candidates = [(chain, lambda chain=chain: chain.table) for chain in chains]  # type: ignore[misc]
+    found = search_meshes(candidates, max_seconds=max_seconds)
     plans = ((chain, [*point.choice.values()]) for chain, point in found.points)
-    return FoundPlans(tuple(plans), found.error_bound)
+    return FoundPlans(tuple(plans), min(found.error_bound, NO_BOUND))

@@ -25,7 +25,7 @@ from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.memory import MemoryMeter, release_free_memory
+from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
 from lightning_topt.plugins.ddp_parts import destroy_process_group, register_names

@@ -19,15 +19,15 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
-from lightning_topt.execution.memory import release_free_memory
+from lightning_topt.execution.memory_meter import release_free_memory
 from lightning_topt.execution.mesh import check_world_size
 from lightning_topt.graph.capture import capture, may_need_values
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.presets import PRESETS
-from lightning_topt.plan.search import SearchRequest, search_plans
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run, exchanges_of_run
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning, optimizers_of
@@ -35,6 +35,8 @@ from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
 from lightning_topt.plugins.read_options import UniformPlan
 from lightning_topt.plugins.whole_parameters import why_whole
 from lightning_topt.techniques.block_parameters import block_of
+
+_SEARCH_SECONDS = 3.0  # a fit waits for it
 
 Decision = tuple[ParallelPlan, Planning | None, str]
 
@@ -132,6 +134,7 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
                 exchanges=exchanges_of_run(request.allowed, trainer),
                 kernel_seconds=kernel_seconds or {},
                 returns_memory=request.saves_memory,
+                max_seconds=_SEARCH_SECONDS,
             )
         )
         planning = Planning(frontier, choose_for(request, frontier, cluster), graph)

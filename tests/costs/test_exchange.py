@@ -17,7 +17,7 @@ from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.exchange import ExchangeModel, exempt_parameters, legal_exchanges, make_exchange_model
+from lightning_topt.costs.exchange_model import ExchangeModel, exempt_parameters, legal_exchanges, make_exchange_model
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh

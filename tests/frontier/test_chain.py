@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from lightning_topt.costs.chain_table import BlockCosts, BlockEdge, ChainTable
-from lightning_topt.frontier import search
-from lightning_topt.frontier.search import search_chain, search_frontier
+from lightning_topt.frontier import frontier_search
+from lightning_topt.frontier.frontier_search import search_chain, search_frontier
 from tests.frontier.tables import assert_equals_brute_force, one_column_per_point_in_time, random_chain, simulate
 
 
 @pytest.fixture(params=["numpy", "compiled"])
 def way(request, monkeypatch):
     if request.param == "compiled":
-        monkeypatch.setattr(search, "_SMALL", 0)
+        monkeypatch.setattr(frontier_search, "_SMALL", 0)
 
 
 @pytest.mark.parametrize("layouts", [None, 2])
@@ -54,7 +54,7 @@ def test_columns_do_not_grow_with_depth():
     """A chain of 60 blocks costs no more per block than one of 20 (the number of candidates, not seconds)."""
     rng = np.random.default_rng(0)
     table = random_chain(rng, blocks=1, configs=4)
-    layers = [search.chain_layers(ChainTable(table.blocks, (0,) * count)) for count in (20, 60)]
+    layers = [frontier_search.chain_layers(ChainTable(table.blocks, (0,) * count)) for count in (20, 60)]
     assert {layer.columns for some in layers for layer in some} == {4, 2}
 
 

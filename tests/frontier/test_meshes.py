@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_topt.costs.chain_table import ChainTable
-from lightning_topt.frontier import mesh_frontier, search
+from lightning_topt.frontier import frontier_search, mesh_frontier
 from lightning_topt.frontier.brute_force import brute_force_frontier
 from lightning_topt.frontier.mesh_frontier import search_meshes
 from tests.frontier.tables import random_chain
@@ -36,7 +36,7 @@ def random_meshes(rng, count, **options):
 def test_equals_brute_force_over_all_meshes(monkeypatch, prices, ties, forbidden):
     if prices:
         monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
-        monkeypatch.setattr(search, "_SMALL", 0)
+        monkeypatch.setattr(frontier_search, "_SMALL", 0)
     rng = np.random.default_rng([prices, ties, int(10 * forbidden)])
     dropped = 0
     for _ in range(15):
@@ -61,7 +61,7 @@ def test_a_mesh_that_is_dearer_throughout_is_not_searched(monkeypatch):
 
 def test_time_that_is_up_is_said(monkeypatch):
     monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
-    monkeypatch.setattr(search, "_SMALL", 0)
+    monkeypatch.setattr(frontier_search, "_SMALL", 0)
     rng = np.random.default_rng(1)
     tables = [random_chain(rng, blocks=30, configs=4, edges=0.5) for _ in range(3)]
     found = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=1e-6)

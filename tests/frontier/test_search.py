@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from lightning_topt.costs.cost_table import CostTable, EdgeCosts, OperatorCosts
-from lightning_topt.frontier import search, table_layers, walk, wide
+from lightning_topt.frontier import frontier_search, table_layers, walk, wide
 from lightning_topt.frontier.brute_force import brute_force_frontier
-from lightning_topt.frontier.search import search_frontier
+from lightning_topt.frontier.frontier_search import search_frontier
 from tests.frontier.tables import SHAPES, assert_costs_are_evaluated, assert_equals_brute_force, random_table
 
 
@@ -14,7 +14,7 @@ from tests.frontier.tables import SHAPES, assert_costs_are_evaluated, assert_equ
 def way(request, monkeypatch):
     """By NumPy alone; compiled; with few partial plans at first, few comparisons and tiny chunks; from one end only."""
     if request.param != "numpy":
-        monkeypatch.setattr(search, "_SMALL", 0)
+        monkeypatch.setattr(frontier_search, "_SMALL", 0)
     if request.param == "compiled in small steps":  # also of joined plans
         monkeypatch.setattr(wide, "_FIRST_CAP", 2)
         monkeypatch.setattr(wide, "_WIDER", 2)
@@ -75,7 +75,7 @@ def assert_bound_holds(table, frontier):
     "limit", [{"max_points": 1}, {"max_points": 3}, {"max_bytes": 500.0}, {"max_branches": 5}, {"epsilon": 0.05}]
 )
 def test_what_was_given_up_stays_within_the_bound(monkeypatch, shape, limit):
-    monkeypatch.setattr(search, "_SMALL", 0)
+    monkeypatch.setattr(frontier_search, "_SMALL", 0)
     rng = np.random.default_rng([len(shape), len(limit)])
     inexact = 0
     for trial in range(10):
@@ -104,7 +104,7 @@ def test_time_that_is_up_leaves_what_is_known(columns):
 @pytest.mark.parametrize("limit", [{"max_branches": 4}, {"max_points": 1}, {"max_points": 2, "epsilon": 0.3}])
 def test_plans_that_cost_little_or_nothing(monkeypatch, limit):
     """No relative error can be stated where the least costs are zero or less."""
-    monkeypatch.setattr(search, "_SMALL", 0)
+    monkeypatch.setattr(frontier_search, "_SMALL", 0)
     rng = np.random.default_rng(3)
     tables = [random_table(rng, shape="complete", operators=4, configs=4, ties=True) for _ in range(25)]
     found = [search_frontier(table, **limit) for table in tables]

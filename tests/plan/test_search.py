@@ -13,7 +13,7 @@ from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.plan.chains import Chain, Choices
-from lightning_topt.plan.search import SearchRequest, _spaces, meshes, search_plans
+from lightning_topt.plan.plan_search import SearchRequest, _spaces, meshes, search_plans
 from tests.costs.graphs import cluster_of, profile_of, random_graph
 
 EXCHANGES = (

@@ -10,7 +10,7 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication.options import METHODS, ExchangeOptions
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
-from lightning_topt.plan.search import SearchRequest, search_plans
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plugins.allowed_exchanges import DEFAULT_CANDIDATES, AllowedExchanges
 from tests.costs.graphs import profile_of, random_graph
 

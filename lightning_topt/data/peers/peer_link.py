@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_topt.data.cache.segment_store import checksum
-from lightning_topt.data.peers.channel import Channel, PeerError, ProtocolError, connect
+from lightning_topt.data.peers.peer_channel import Channel, PeerError, ProtocolError, connect
 from lightning_topt.data.peers.protocol import (
     ABSENT,
     DEFERRED,

@@ -19,8 +19,8 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _utils
 
 from lightning_topt.data.cache import sample_codec
+from lightning_topt.data.coordinated.coordinator_link import Connection, CoordinatorLost, Message, join, memory_file
 from lightning_topt.data.coordinated.ledger import Position
-from lightning_topt.data.coordinated.link import Connection, CoordinatorLost, Message, join, memory_file
 
 LOOK_SECONDS = 5.0  # how often an idle worker looks whether its job is alive; the coordinator tells it sooner
 END_SECONDS = 5.0  # for a worker to finish its batch when its job closes the loader; as in torch's DataLoader

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from lightning_topt.communication.node.exchange import PendingResult
-from lightning_topt.communication.node.kernels import Array, fetch
+from lightning_topt.communication.node.node_exchange import PendingResult
+from lightning_topt.communication.node.node_kernels import Array, fetch
 from lightning_topt.communication.node.page import (
     NAP_NANOSECONDS,
     LocalPeerLost,

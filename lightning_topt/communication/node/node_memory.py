@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.node.channel import CHANNEL_WORDS, Channel, Operation
-from lightning_topt.communication.node.exchange import NodeExchange, PendingResult, shard_bounds
-from lightning_topt.communication.node.kernels import Array, gather_ranks, sum_ranks
+from lightning_topt.communication.node.node_channel import CHANNEL_WORDS, Channel, Operation
+from lightning_topt.communication.node.node_exchange import NodeExchange, PendingResult, shard_bounds
+from lightning_topt.communication.node.node_kernels import Array, gather_ranks, sum_ranks
 from lightning_topt.communication.node.page import NodePage
 
 log = logging.getLogger(__name__)

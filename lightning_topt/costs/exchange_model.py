@@ -7,8 +7,8 @@
               bytes after one another where they share a network
 
 M memory bandwidth, F FLOP/s, o seconds a kernel costs at least. Passes over memory compete with the backward pass: they are in
-its way. Of what the worker's thread does (`communication.worker`: it waits for the network and starts kernels) the share
-`overlap` runs beside it (`step_time`). The first steps, which are dense, are not predicted.
+its way. Of what the worker's thread does (`communication.exchange_worker`: it waits for the network and starts kernels) the
+share `overlap` runs beside it. The first steps, which are dense, are not predicted.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
-from lightning_topt.costs.exchange import legal_exchanges
+from lightning_topt.costs.exchange_model import legal_exchanges
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep
@@ -44,6 +44,8 @@ class SearchRequest:
         kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch size.
         returns_memory: every plan is to keep a memory limit (see `TrainingStep`); plans that shard gradients always do so.
         capture_seconds: what making `graph` took, for the record.
+        max_seconds: of the search for one number of devices, after which the best plans so far are returned with
+            `error_bound`.
     """
 
     graph: OpGraph
@@ -56,6 +58,7 @@ class SearchRequest:
     kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
     returns_memory: bool = False
     capture_seconds: float = 0.0
+    max_seconds: float = 10.0
 
 
 def search_plans(request: SearchRequest) -> PlanFrontier:
@@ -68,7 +71,7 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
     uniform: list[PlanPoint] = []
     for count in request.device_counts:
         spaces = [*_spaces(request, count)]
-        found = search_chains([chain for space in spaces for chain in space.chains()])
+        found = search_chains([c for space in spaces for c in space.chains()], max_seconds=request.max_seconds)
         points += [point_of(chain.costs, chain.plan(row)) for chain, row in found.plans]
         uniform += [point_of(space.costs, configs) for space in spaces for configs in space.uniform()]
         error_bound = max(error_bound, found.error_bound)

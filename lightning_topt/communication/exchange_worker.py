@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_topt.communication.bucket import Stages
-from lightning_topt.communication.node.exchange import Waitable
+from lightning_topt.communication.node.node_exchange import Waitable
 from lightning_topt.communication.peers import POLL_SECONDS, PeerMonitor
 from lightning_topt.communication.streams import Streams
 

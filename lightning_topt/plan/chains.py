@@ -231,7 +231,7 @@ class FoundPlans:
 
 def search_chains(chains: Sequence[Chain], *, max_seconds: float) -> FoundPlans:
     """Return the plans that no plan of any of `chains` beats in both seconds and bytes, as far as `max_seconds` allow."""
-    candidates = [(chain, lambda chain=chain: chain.table) for chain in chains]  # type: ignore[misc]
+    candidates = [(chain, lambda chain=chain: chain.table) for chain in chains]
     found = search_meshes(candidates, max_seconds=max_seconds)
     plans = ((chain, [*point.choice.values()]) for chain, point in found.points)
     return FoundPlans(tuple(plans), min(found.error_bound, NO_BOUND))

@@ -14,6 +14,7 @@ import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ OF_COLLECTIVES = re.compile(
     re.IGNORECASE,
 )
 STORE_SECONDS = 5.0  # longer than any answer of a store that works
+_END_SECONDS = 3.0  # that a killed process may take to end, on a busy machine
 SHARE_OF_SILENCE, BEATS = (
     0.8,
     8,
@@ -217,7 +219,10 @@ class _Answering:
         """Who is gone with the store."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "the job's store does not answer: torchrun, which hosts it, is gone or stopped on the first node"
-        fate = fate_of(self.host_identity)
+        fate, waited = fate_of(self.host_identity), 0.0
+        while not fate and waited < _END_SECONDS:  # its sockets close before it has ended
+            time.sleep(POLL_SECONDS)
+            fate, waited = fate_of(self.host_identity), waited + POLL_SECONDS
         return f"rank 0 did not answer: the job's store, which it hosts, does not{f' ({fate})' if fate else ''}"
 
     # ---- backends whose calls do not raise --------------------------------------------------------------------------

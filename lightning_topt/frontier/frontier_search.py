@@ -47,7 +47,7 @@ def search_frontier(
         max_points: most partial plans that are kept at a time.
         max_branches: most joint configurations of operators that are told apart at a time; a chain needs the product of two
             neighbours' numbers of configurations.
-        max_seconds: wall-clock time after which the search stops, about.
+        max_seconds: CPU time of this thread after which the search stops, about.
         max_bytes: memory that the search may take, about.
         epsilon: plans may be left out that are better by less than this share in one of both costs.
 
@@ -110,7 +110,7 @@ def make_budget(max_points: int, max_branches: int, max_seconds: float, max_byte
 
 def search_layers(layers: Sequence[Layer], budget: Budget, rivals: Array = _NO_RIVALS) -> tuple[Rows, float]:
     """Return what the best plans choose in each layer (n, N), and the error bound; `rivals` as in `search_wide`."""
-    deadline = time.perf_counter() + budget.max_seconds
+    deadline = time.thread_time() + budget.max_seconds
     layers = without_dead_ends(layers)
     if not all(len(layer.source) for layer in layers):
         return np.zeros((0, len(layers)), np.intp), 0.0

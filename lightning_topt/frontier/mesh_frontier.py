@@ -104,7 +104,7 @@ def search_meshes(
         mesh.layers = without_dominated(mesh.layers)
         mesh.prices, known = make_prices(mesh.layers, steps=_STEPS)
         union.add(mesh, choices(mesh.layers, known.plans)[:, -2:0:-1])
-    searched, error_bound = _search(meshes, union, budget, started)
+    searched, error_bound = _search(meshes, union, budget, time.thread_time())
     points = []
     for (seconds, size), (mesh, plan) in zip(union.costs[::-1].tolist(), union.plans[::-1], strict=True):
         choice = dict(zip(block_names(mesh.table), plan.tolist(), strict=True))
@@ -119,7 +119,7 @@ def _search(meshes: Sequence[_Mesh], union: _Union, budget: Budget, started: flo
     for mesh in sorted(meshes, key=lambda mesh: -mesh.gain(union.costs)):
         if (gain := mesh.gain(union.costs)) <= budget.epsilon:
             continue
-        left = started + budget.max_seconds - time.perf_counter()
+        left = started + budget.max_seconds - time.thread_time()
         if left <= 0 and searched:
             error_bound = max(error_bound, gain)
             continue

@@ -54,7 +54,7 @@ def search_wide(
 ) -> tuple[Rows, float]:
     """Return transitions (n, N) and the error bound of the best plans, see `Frontier`.
 
-    `lifts` are those of `columns.raises`; `deadline` is a time of `time.perf_counter`. Every layer has transitions. Plans
+    `lifts` are those of `columns.raises`; `deadline` is a time of `time.thread_time`. Every layer has transitions. Plans
     that one of `rivals` (m, 2), (seconds, bytes) of plans found elsewhere, beats may be left out.
     """
     columns = max(2, *(layer.columns for layer in layers))
@@ -72,13 +72,13 @@ def search_wide(
     sides = side, make_way_back(layers) if columns > 2 else None
     missed, cap, last = prices.gain(known), _FIRST_CAP, False
     while missed > budget.epsilon and not last:
-        cap, began = min(cap, most), time.perf_counter()
+        cap, began = min(cap, most), time.thread_time()
         try:
             known, dropped = _sweep(sides, prices, known, cap=cap, epsilon=budget.epsilon, deadline=deadline)
             missed = min(missed, dropped)
         except GiveUpError:
             last = True
-        now = time.perf_counter()
+        now = time.thread_time()
         wider = min(_WIDER, (deadline - now) / (now - began))  # as far as there is time for
         last |= cap == most or wider < 2
         if missed > max(budget.epsilon, 0.0 if last or cap > _FIRST_CAP else _ROUGH):

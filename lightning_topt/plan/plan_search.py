@@ -44,7 +44,7 @@ class SearchRequest:
         kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch size.
         returns_memory: every plan is to keep a memory limit (see `TrainingStep`); plans that shard gradients always do so.
         capture_seconds: what making `graph` took, for the record.
-        max_seconds: of the search for one number of devices, after which the best plans so far are returned with
+        max_seconds: CPU seconds of the search for one number of devices, after which the best plans so far are returned with
             `error_bound`.
     """
 

@@ -39,8 +39,8 @@ NAMES = [
     "cache.own_files",
     "cache.segment_store",
     "cache.store_file",
-    "peers.channel",
     "peers.entrance",
+    "peers.peer_channel",
     "peers.protocol",
     "peers.service",
 ]

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.common import RESULTS, ROOT, machine, mib
-from lightning_topt.data.coordinated.batches import SeededBatches
+from lightning_topt.data.coordinated.coordinated_batches import SeededBatches
 from lightning_topt.data.coordinated.loader import CoordinatedLoader
 
 BATCH, SEED = 32, 0

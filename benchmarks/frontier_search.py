@@ -1,135 +1,189 @@
-"""How long `search_frontier` takes, how many plans it finds, and what its error bound is when it has to give some up.
+"""How long the search takes (CPU seconds), how many plans it finds, and its error bound when it has to give some up.
 
-    python -m benchmarks.frontier_search        # about 1 minute on 2 cores
+    python -m benchmarks.frontier_search                        # a few minutes on one core
+    python -m benchmarks.frontier_search --against ../before    # each table also with the search of another checkout
 
-Costs are random (seeded). "Blocks in time" are shaped like real models: each has its own moment of the forward and of
-the backward pass, 2 paths (compute, network), 4 configurations (shard the optimizer state or not, recompute or not).
+Every table is searched in a process of its own, after a small one that loads compiled code; checkouts take turns. Chains and
+meshes are those of `frontier_cases.invented_gpt`, whose costs are invented.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import statistics
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.common import RESULTS, machine
-from lightning_topt.costs.cost_table import CostTable, EdgeCosts, OperatorCosts
-from lightning_topt.frontier.search import search_frontier
-
-Arrays = list[tuple[np.ndarray, np.ndarray]]
-SEEDS = (0, 1, 2)
+PATIENCE = 60  # seconds for one table
+ROOT = Path(__file__).resolve().parents[1]
 
 
-def table(costs: Arrays, *, chain: np.random.Generator | None = None) -> CostTable:
-    """Operators with these (seconds, bytes); with `chain`, neighbours are joined by random costs on edges."""
-    operators = tuple(OperatorCosts(f"op{i}", tuple(range(len(s))), s, b) for i, (s, b) in enumerate(costs))
-    edges = []
-    for i in range(len(costs) - 1 if chain else 0):
-        shape = len(costs[i][0]), len(costs[i + 1][0])
-        seconds = 1e-3 * chain.random((*shape, costs[i][0].shape[1]))
-        edges.append(EdgeCosts(f"op{i}", f"op{i + 1}", seconds, np.zeros((*shape, costs[i][1].shape[1]))))
-    return CostTable(operators, tuple(edges), np.zeros(costs[0][0].shape[1]), np.zeros(costs[0][1].shape[1]))
+def measure(name: str, seed: int) -> dict[str, Any]:
+    """Search one table, here."""
+    from benchmarks.frontier_cases import TABLES, random_costs  # noqa: PLC0415
+    from lightning_topt.frontier.frontier_search import search_frontier  # noqa: PLC0415
+
+    for edges, columns in ((True, 1), (False, 3)):  # loads what is compiled
+        search_frontier(random_costs(20, 12, columns, columns, edges=edges)(np.random.default_rng(0)))
+    table = TABLES[name](np.random.default_rng(seed))
+    start = time.process_time()
+    found = search_frontier(table)
+    seconds = time.process_time() - start
+    return {"seconds": seconds, "points": len(found), "error": found.error_bound}
 
 
-def random_costs(count: int, configs: int, paths: int, moments: int, *, same: bool, opposed: bool = False) -> Callable:
-    """Uniform costs; `opposed`: what is fast needs memory, so that most configurations are worth considering."""
-
-    def make(rng: np.random.Generator) -> CostTable:
-        def one() -> tuple[np.ndarray, np.ndarray]:
-            seconds, size = rng.random((configs, paths)), rng.random((configs, moments))
-            size = 1 - seconds.mean(axis=1, keepdims=True) + 0.02 * size if opposed else size
-            return 1e-2 * seconds, np.floor(1e8 * size)
-
-        first = one()
-        return table([first if same else one() for _ in range(count)])
-
-    return make
-
-
-def chain_with_edges(count: int, configs: int) -> Callable:
-    def make(rng: np.random.Generator) -> CostTable:
-        costs = [(1e-2 * rng.random((configs, 1)), np.floor(1e8 * rng.random((configs, 1)))) for _ in range(count)]
-        return table(costs, chain=rng)
-
-    return make
-
-
-def blocks_in_time(count: int, *, same: bool) -> Callable:
-    def make(rng: np.random.Generator) -> CostTable:
-        costs = []
-        for block in range(count):
-            size = 1.0 if same else rng.uniform(0.5, 2)
-            weights, activations, output = 10e6 * size, 40e6 * size, 2e6 * size
-            seconds, memory = np.zeros((4, 2)), np.zeros((4, 2 * count))
-            for config in range(4):
-                sharded, recompute = divmod(config, 2)
-                seconds[config] = (
-                    size * (1.33e-2 if recompute else 1e-2) + 3e-4 * sharded,
-                    4e-3 * size * (1 + 0.3 * sharded),
-                )
-                memory[config] = 2 * weights + 2 * weights / (1 + sharded)
-                kept = output if recompute else activations
-                memory[config, block:count] += kept  # forward moments from its own on
-                memory[config, count + block + 1 :] += (
-                    kept  # backward passes of later blocks, which come before its own
-                )
-                memory[config, [block, count + block]] += 1.2 * activations
-            costs.append((seconds, np.floor(memory)))
-        return table(costs)
-
-    return make
+def measure_at(checkout: Path, name: str, seed: int) -> dict[str, Any] | None:
+    """The same in a new process with the package of `checkout`; None when it takes longer than `PATIENCE`."""
+    code = (
+        "import json, sys, types; sys.path.insert(0, sys.argv[1]); benchmarks = types.ModuleType('benchmarks');"
+        "benchmarks.__path__ = [sys.argv[2]]; sys.modules['benchmarks'] = benchmarks;"
+        "from benchmarks.frontier_search import measure; print(json.dumps(measure(sys.argv[3], int(sys.argv[4]))))"
+    )
+    command = [sys.executable, "-P", "-c", code, str(checkout), str(ROOT / "benchmarks"), name, str(seed)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
+    try:
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    if run.returncode:
+        return {
+            "seconds": float("nan"),
+            "points": 0,
+            "error": float("nan"),
+            "failed": run.stderr[-300:],
+        }
+    result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return result
 
 
-CASES = {
-    "48 x 24, random": random_costs(48, 24, 1, 1, same=False),
-    "48 x 32, random": random_costs(48, 32, 1, 1, same=False),
-    "48 x 32, random, opposed": random_costs(48, 32, 1, 1, same=False, opposed=True),
-    "24 x 24 in a chain with costs on edges": chain_with_edges(24, 24),
-    "14 x 8, equal, random": random_costs(14, 8, 2, 6, same=True),
-    "14 x 8, random": random_costs(14, 8, 2, 6, same=False),
-    "50 x 8, equal, random": random_costs(50, 8, 2, 6, same=True),
-    "50 x 8, random": random_costs(50, 8, 2, 6, same=False),
-    "12 x 4, equal blocks in time": blocks_in_time(12, same=True),
-    "48 x 4, equal blocks in time": blocks_in_time(48, same=True),
-    "24 x 4, blocks of different size in time": blocks_in_time(24, same=False),
-    "48 x 4, blocks of different size in time": blocks_in_time(48, same=False),
-}
+def tables(against: Path | None, seeds: int) -> list[str]:
+    from benchmarks.frontier_cases import TABLES  # noqa: PLC0415
 
-
-def main() -> None:
+    checkouts = [ROOT] + ([against] if against else [])
     lines = [
-        "# Frontier search",
-        "",
-        "`python -m benchmarks.frontier_search`",
-        "",
-        machine(),
-        f"- NumPy {np.__version__}; {len(SEEDS)} seeds per row: median (least to most); default `max_points`",
-        "",
-        "| operators x configurations | paths + moments | plans on the frontier | error bound | seconds |",
-        "|---|---|---|---|---|",
+        "| operators x configurations | paths + moments | plans | error bound | CPU seconds |"
+        + (" before: plans | error bound | CPU seconds |" if against else ""),
+        "|---|---|---|---|---|" + ("---|---|---|" if against else ""),
     ]
-    for name, make in CASES.items():
-        tables = [make(np.random.default_rng(seed)) for seed in SEEDS]
-        found = [search_frontier(one) for one in tables]
-        columns = f"{len(tables[0].fixed_seconds)} + {len(tables[0].fixed_bytes)}"
-        bounds = [frontier.error_bound for frontier in found]
-        error = (
-            "0 (exact)"
-            if all(frontier.exact for frontier in found)
-            else spread([100 * b for b in bounds], "{:.2g}") + " %"
-        )
-        plans = spread([len(frontier) for frontier in found], "{:.0f}")
-        lines.append(
-            f"| {name} | {columns} | {plans} | {error} | {spread([f.search_seconds for f in found], '{:.2g}')} |"
-        )
+    for name, make in TABLES.items():
+        found: dict[Path, list[dict[str, Any] | None]] = {checkout: [] for checkout in checkouts}
+        for seed in range(seeds):
+            for checkout, results in found.items():
+                results.append(measure_at(checkout, name, seed) if None not in results else None)
+        shape = make(np.random.default_rng(0))
+        mine = cells(found[ROOT])
+        row = [name, f"{len(shape.fixed_seconds)} + {len(shape.fixed_bytes)}", *mine]
+        lines.append("| " + " | ".join(row + (cells(found[against]) if against else [])) + " |")
         print(lines[-1], flush=True)
-    (RESULTS / "frontier_search.md").write_text("\n".join(lines) + "\n")
+    return lines
+
+
+def cells(results: list[dict[str, Any] | None]) -> list[str]:
+    """Plans, error bound and seconds of the runs; one that was stopped counts as such."""
+    done = [result for result in results if result]
+    if len(done) < len(results):
+        return ["-", "-", f"more than {PATIENCE}"]
+    if any("failed" in result for result in done):
+        return ["-", "-", "raises"]
+    errors = [100 * result["error"] for result in done]
+    error = "0 (exact)" if not any(errors) else spread(errors, "{:.2g}") + " %"
+    return [
+        spread([result["points"] for result in done], "{:.0f}"),
+        error,
+        spread([result["seconds"] for result in done], "{:.2g}"),
+    ]
+
+
+def growth() -> list[str]:
+    """Chains and meshes: seconds by layers and by distinct blocks, as a table and a picture."""
+    import matplotlib  # noqa: PLC0415
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    from benchmarks.common import RESULTS  # noqa: PLC0415
+    from benchmarks.frontier_cases import invented_gpt, invented_meshes  # noqa: PLC0415
+    from lightning_topt.frontier import search_chain, search_meshes  # noqa: PLC0415
+
+    layers, distinct = (12, 24, 48, 96, 192), (1, 2, 4, 8, 12)
+    search_meshes(invented_meshes(64, 48, distinct=4))  # loads what is compiled
+    lines = ["| chain of blocks x 8 | distinct blocks | plans | error bound | CPU seconds |", "|---|---|---|---|---|"]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
+    for count in distinct:
+        times = []
+        for depth in layers:
+            start = time.process_time()
+            found = search_chain(invented_gpt(depth, distinct=count))
+            times.append(time.process_time() - start)
+            error = "0 (exact)" if found.exact else f"{100 * found.error_bound:.2g} %"
+            lines.append(f"| {depth} | {count} | {len(found)} | {error} | {times[-1]:.2g} |")
+            print(lines[-1], flush=True)
+        axes[0].plot(layers, times, "o-", label=f"{count} distinct")
+    axes[0].set(xlabel="layers", ylabel="CPU seconds", title="search_chain, 8 configurations per block")
+    axes[0].legend()
+    lines += [
+        "",
+        "| meshes | layers | distinct blocks | searched | plans | error bound | CPU seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for depth in (24, 48, 96):
+        times = []
+        for count in distinct[:4]:
+            meshes = invented_meshes(64, depth, distinct=count)
+            start = time.process_time()
+            union = search_meshes(meshes)
+            times.append(time.process_time() - start)
+            error = "0 (exact)" if union.exact else f"{100 * union.error_bound:.2g} %"
+            lines.append(
+                f"| {len(meshes)} | {depth} | {count} | {len(union.searched)} | {len(union.points)} | {error} "
+                f"| {times[-1]:.2g} |"
+            )
+            print(lines[-1], flush=True)
+        axes[1].plot(distinct[:4], times, "o-", label=f"{depth} layers")
+    axes[1].set(xlabel="distinct blocks", title="search_meshes, 64 devices as 7 meshes")
+    axes[1].legend()
+    figure.tight_layout()
+    figure.savefig(RESULTS / "frontier_growth.png", dpi=120)
+    return lines
 
 
 def spread(values: list[float], form: str) -> str:
     low, middle, high = (form.format(value) for value in (min(values), statistics.median(values), max(values)))
-    return f"{middle} ({low} to {high})"
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def main() -> None:
+    from benchmarks.common import RESULTS, machine  # noqa: PLC0415
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    against = arguments.against
+    against = against.resolve() if against else None
+    lines = [
+        "# Frontier search",
+        "",
+        "`python -m benchmarks.frontier_search" + (" --against <checkout>`" if against else "`"),
+        "",
+        machine(),
+        f"- load average before the run: {os.getloadavg()[0]:.1f}",
+        f"- NumPy {np.__version__}; {arguments.seeds} seed(s) per row: median (least to most); default limits",
+    ]
+    if against:
+        head = subprocess.run(
+            ["git", "log", "-1", "--format=%h %s"], cwd=against, capture_output=True, text=True, check=True
+        )
+        lines.append(f"- before: {head.stdout.strip()}")
+    lines += ["", *tables(against, arguments.seeds), "", *growth(), "", "![growth](frontier_growth.png)"]
+    (RESULTS / "frontier_search.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--cgroup", type=int)
+    parser.add_argument("--num-nodes", type=int, default=1)
     return parser.parse_args()
 
 
@@ -74,6 +75,7 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
+        num_nodes=options.num_nodes,
         strategy=strategy,
         max_steps=options.steps,
         limit_val_batches=0,

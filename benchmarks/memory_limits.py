@@ -4,7 +4,7 @@
     sudo python -m benchmarks.memory_limits --cgroup  # and: the kernel enforces the limits (root)
 
 A GPT of 50 M parameters on two CPU ranks with one thread each. Memory is resident anonymous bytes of a rank above those of
-the idle rank (see `lightning_topt.execution.memory`).
+the idle rank (see `lightning_topt.execution.memory_meter`).
 """
 
 from __future__ import annotations

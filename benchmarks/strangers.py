@@ -47,7 +47,7 @@ def run_family(family: str, *, steps: int, warmup: int) -> list[dict[str, Any]]:
             "seconds": measured.step_seconds,
             "predicted_bytes": predicted.peak_bytes,
             "bytes": max(measured.peak_bytes),
-            "peak_moment": predicted.peak_moment,
+            "peak_phase": predicted.peak_phase,
         }
         rows.append(row)
         print(line(row), flush=True)

@@ -15,17 +15,19 @@ from benchmarks.strangers_models import FAMILIES
 from lightning_topt.costs.calibrate import calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
-from lightning_topt.costs.estimate import Explanation, StepModel, explain
-from lightning_topt.costs.memory import FAMILIES as FAMILIES_OF_PLANS
 from lightning_topt.costs.optimizer import OptimizerProfile, measure_update_seconds, read_optimizer
+from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
-from lightning_topt.execution.engine import build_engine
-from lightning_topt.execution.memory import MemoryMeter, release_free_memory
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.planning import make_fake_optimizers
 from lightning_topt.plugins.read_options import UniformPlan, read_plan_option
+from lightning_topt.techniques.explain import Explanation, explain
+from lightning_topt.techniques.plan_costs import PlanCosts
 
 CPU, RANKS = torch.device("cpu"), 2
 _ROUNDS, _AGREEMENT = 4, 0.1
@@ -59,7 +61,7 @@ class Predicted:
     plan: ParallelPlan
     step_seconds: float
     peak_bytes: float
-    peak_moment: str
+    peak_phase: str
     peak_parts: Mapping[str, float]
 
 
@@ -86,7 +88,7 @@ def predict(rank: int, family: str, cases: Sequence[Case], budget_seconds: float
             plan_of(case, graph),
             statistics.mean(r[case].step_seconds for r in last),
             last[-1][case].peak_bytes,
-            last[-1][case].peak_moment,
+            last[-1][case].peak_phase,
             last[-1][case].peak_parts,
         )
         for case in cases
@@ -106,17 +108,16 @@ def _explain(
     samples: int,
 ) -> Explanation:
     plan = plan_of(case, graph)
-    family = FAMILIES_OF_PLANS[plan.is_sharded]
-    common = graph, cluster, profile, RANKS, samples, family, kernels
-    model = StepModel(*common, returns_memory=case.limited or plan.saves_memory)
-    return explain(model, {block.block: block.config for block in plan.blocks})
+    common = graph, cluster, profile, plan.mesh, samples, kernels
+    step = TrainingStep(*common, returns_memory=case.limited or plan.saves_memory)
+    return explain(PlanCosts(step), {block.block: block.config for block in plan.blocks})
 
 
 def plan_of(case: Case, graph: OpGraph) -> ParallelPlan:
     """The plan that the strategy makes of the name."""
     given = read_plan_option(case.plan)
     assert isinstance(given, UniformPlan)
-    return given.of(graph, data_parallel_size=RANKS)
+    return given.of(graph, data_mesh(RANKS))
 
 
 def measure(rank: int, family: str, plan: ParallelPlan, limited: bool, steps: int, warmup: int) -> Measured:
@@ -128,8 +129,8 @@ def measure(rank: int, family: str, plan: ParallelPlan, limited: bool, steps: in
     warm_up(CPU)
     meter = MemoryMeter(CPU)
     meter.mark_base(module)
-    engine = build_engine(plan, module, device=CPU)
-    model = engine.parallelize()
+    engine = Engine(plan, module, device=CPU)
+    model = engine.apply()
     optimizer = module.configure_optimizers()
     engine.attach_optimizers([optimizer])
     release_free_memory()
@@ -137,7 +138,6 @@ def measure(rank: int, family: str, plan: ParallelPlan, limited: bool, steps: in
     for index in range(warmup + steps):
         meter.reset_peak()
         start = time.perf_counter()
-        engine.before_forward()
         loss: Tensor = model(batches[index % 2])
         optimizer.zero_grad()
         loss.backward()

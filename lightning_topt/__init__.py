@@ -1,6 +1,6 @@
 """PyTorch Lightning plugins that make distributed training fast.
 
-    LightningModule + batch -> graph -> costs -> frontier -> plan -> execution -> plugins (what a Trainer takes) -> cli
+    LightningModule + batch -> graph -> costs -> techniques -> frontier -> plan -> execution -> plugins -> cli
 
 A stage may import what earlier stages produce, never what later ones do; `communication` (the exchange of gradients),
 `optim` (the shared optimizer step) and `data` (caches of samples) stand beside them. Importing this package registers the
@@ -15,12 +15,13 @@ from lightning_topt.plugins.register import register_strategies
 from topt_console import __version__ as __version__
 
 if TYPE_CHECKING:
+    from lightning_topt.execution.sharded_checkpoint import read_sharded_checkpoint
     from lightning_topt.plan.parallel_plan import ParallelPlan
     from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
     from lightning_topt.plugins.cached_data import CachedDataModule
     from lightning_topt.plugins.compressed_ddp import CompressedDDPStrategy
     from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
-    from lightning_topt.plugins.local_steps import LocalStepsStrategy
+    from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy
     from lightning_topt.plugins.parallel_optimizer import ParallelOptimizerStep
     from lightning_topt.plugins.stall_monitor import StallMonitor
     from lightning_topt.plugins.tuned_data import TunedDataModule
@@ -35,6 +36,7 @@ __all__ = [
     "ParallelPlan",
     "StallMonitor",
     "TunedDataModule",
+    "read_sharded_checkpoint",
     "register_strategies",
 ]
 _HOMES = {
@@ -42,11 +44,12 @@ _HOMES = {
     "CachedDataModule": "plugins.cached_data",
     "CompressedDDPStrategy": "plugins.compressed_ddp",
     "CoordinatedDataModule": "plugins.coordinated_data",
-    "LocalStepsStrategy": "plugins.local_steps",
+    "LocalStepsStrategy": "plugins.local_steps_strategy",
     "ParallelOptimizerStep": "plugins.parallel_optimizer",
     "ParallelPlan": "plan.parallel_plan",
     "StallMonitor": "plugins.stall_monitor",
     "TunedDataModule": "plugins.tuned_data",
+    "read_sharded_checkpoint": "execution.sharded_checkpoint",
 }
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_topt"
-STAGES = ["graph", "costs", "frontier", "plan", "execution", "plugins", "cli"]  # each imports itself and what is before
+# each imports itself and what is before
+STAGES = ["graph", "costs", "techniques", "frontier", "plan", "execution", "plugins", "cli"]
 BESIDE = ["communication", "optim", "data"]  # import no stage
 ALLOWED = {stage: STAGES[: index + 1] + BESIDE for index, stage in enumerate(STAGES)}
 ALLOWED |= {beside: [beside] for beside in BESIDE}
@@ -49,6 +52,9 @@ def test_imports_run_one_way(path):
 @pytest.mark.parametrize(
     ("path", "code"),
     [
+        ("techniques/a.py", "from lightning_topt.plan.parallel_plan import ParallelPlan"),
+        ("techniques/a.py", "from lightning_topt.execution.engine import Engine"),
+        ("techniques/a.py", "import lightning.pytorch as pl"),
         ("graph/a.py", "from lightning_topt.plan.parallel_plan import ParallelPlan"),
         ("costs/a.py", "import lightning.pytorch as pl"),
         ("plugins/a.py", "import hydra"),
@@ -86,3 +92,18 @@ def test_no_import_cycles():
         for name in leaves:
             del edges[name]
     assert not edges, f"import cycle among {sorted(edges)}"
+
+
+def test_every_file_name_is_there_once():
+    names = Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+# A stage is a stage of a pipeline (or of the exchange of one bucket); ZeRO has levels, storage is a placement.
+GONE = re.compile(r"\bzero_stage\b|\bis_sharded\b|ZeRO stage|FAMILIES|\bfamily=")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_words_that_are_gone(path):
+    found = GONE.findall(path.read_text())
+    assert found == [] or path.name in ("service.py", "peer_channel.py")  # families of addresses

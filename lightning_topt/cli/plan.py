@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,14 +23,16 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
-from lightning_topt.graph.batches import batch_sizes
 from lightning_topt.graph.capture import CaptureError, capture, may_need_values
+from lightning_topt.graph.meta_build import build_on_meta, is_on_meta
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.sample_counts import batch_sizes
 from lightning_topt.plan.choose import check_objective
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.report import print_table, save_html, save_png
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.example_batch import batches_of
-from lightning_topt.plugins.planning import Planning, make_fake_optimizers, search_plans
+from lightning_topt.plugins.planning import Planning, make_fake_optimizers
 from lightning_topt.plugins.read_options import read_device_counts
 from lightning_topt.plugins.run_plan import choose_for
 
@@ -49,7 +53,8 @@ def run(config: DictConfig) -> None:
     """
     pl.seed_everything(config.seed, workers=True)
     datamodule: pl.LightningDataModule = instantiate(config.data)
-    model: pl.LightningModule = instantiate(config.model)
+    make_model = functools.partial(instantiate, config.model)
+    model: pl.LightningModule = build_on_meta(make_model)
     strategy = instantiate(config.strategy, _convert_="all")
     if not isinstance(strategy, AutoParallelStrategy):
         raise ValueError("topt plan needs strategy=topt: the other strategies have nothing to plan")
@@ -58,21 +63,27 @@ def run(config: DictConfig) -> None:
     objective = config.objective or strategy.request.objective
     check_objective(objective)
     start = time.perf_counter()
-    graph, samples = _capture(model, datamodule, trainer)
+    try:
+        graph, samples = _capture(model, datamodule, trainer)
+    except NeedsValues:
+        model = make_model()
+        graph, samples = _capture(model, datamodule, trainer)
     capture_seconds = time.perf_counter() - start
     costs = _costs(strategy, trainer, model, graph)
     if costs is None:  # another rank of torchrun goes on
         return
     frontier = search_plans(
-        graph,
-        cluster=costs.cluster,
-        optimizer=costs.optimizer,
-        exchanges=strategy.request.allowed.candidates,
-        kernel_seconds=costs.kernel_seconds,
-        returns_memory=strategy.request.saves_memory,
-        device_counts=device_counts,
-        global_batch_size=samples * trainer.world_size,
-        capture_seconds=capture_seconds,
+        SearchRequest(
+            graph,
+            costs.cluster,
+            costs.optimizer,
+            device_counts,
+            global_batch_size=samples * trainer.world_size,
+            exchanges=strategy.request.allowed.candidates,
+            kernel_seconds=costs.kernel_seconds or {},
+            returns_memory=strategy.request.saves_memory,
+            capture_seconds=capture_seconds,
+        )
     )
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
@@ -80,24 +91,33 @@ def run(config: DictConfig) -> None:
     _report(Planning(frontier, choose_for(request, frontier, costs.cluster), graph), request.memory_limit, folder)
 
 
+class NeedsValues(Exception):
+    """The step depends on values of tensors, and the model has none."""
+
+
 def _capture(model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer) -> tuple[OpGraph, int]:
-    """The graph of a rank's step, and the samples of its batch."""
+    """The graph of a rank's step, and the samples of its batch. Raises NeedsValues for a model on the meta device."""
     trainer._data_connector.attach_data(model, datamodule=datamodule)  # the hooks of a batch's transfer ask for it
     trainer.strategy.connect(model)
     datamodule.prepare_data()
     datamodule.setup("fit")
     batch, second_batch = batches_of(CombinedLoader(datamodule.train_dataloader()), trainer)
     trainer.precision_plugin.convert_module(model)
-    context = trainer.precision_plugin.forward_context
+    given: dict[str, Any] = {
+        "forward_context": trainer.precision_plugin.forward_context,
+        "device": trainer.strategy.root_device.type,
+    }
     try:
-        graph = capture(model, batch, second_batch=second_batch, forward_context=context)
+        graph = capture(model, batch, second_batch=second_batch, **given)
         return graph, batch_sizes(batch, second_batch)[0]
     except Exception as error:
         # As it is, for the trainer's own number of ranks: how the step grows with the batch stays unknown.
         real = may_need_values(error)
         if not real and not isinstance(error, CaptureError):
             raise
-        graph = capture(model, batch, batch_scaling=False, real=real, forward_context=context)
+        if real and is_on_meta(model):
+            raise NeedsValues from error
+        graph = capture(model, batch, batch_scaling=False, real=real, **given)
     return graph, graph.batch_size
 
 

@@ -18,7 +18,7 @@ from lightning_topt.costs.units import parse_bandwidth, parse_bytes
 from lightning_topt.data.stalls.advice import what_if
 from lightning_topt.data.stalls.loop import Watched
 from lightning_topt.data.stalls.measurement import MeasurementOptions, StallMeasurement, measure_stalls
-from lightning_topt.data.stalls.report import print_report, save_png
+from lightning_topt.data.stalls.stall_report import print_report, save_png
 from lightning_topt.plugins.measured_cache import MeasuredCache
 
 QUIET: dict[str, Any] = {  # what the Trainer of a measurement does not do

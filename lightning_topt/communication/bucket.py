@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.communication.collectives import Pending
-from lightning_topt.communication.node.exchange import Waitable
+from lightning_topt.communication.node.node_exchange import Waitable
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Groups, Topology
 

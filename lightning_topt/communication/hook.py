@@ -79,7 +79,12 @@ class CompressedExchange:
             raise ValueError("this exchange is registered already: make one per DistributedDataParallel module")
         check_equal_options(self.options, topology=self.topology)
         self._module = ModuleExchange(
-            ddp.module, self.options, topology=self.topology, device=self.device, name=self._name
+            ddp.module,
+            self.options,
+            topology=self.topology,
+            device=self.device,
+            name=self._name,
+            ignored=ddp.parameters_to_ignore,
         )
         ddp.register_comm_hook(state=self, hook=_hook)
         if self._loaded is not None:
@@ -136,6 +141,22 @@ class CompressedExchange:
         own = module.exchange.state_dict()
         ranks = gather_state(own, senders=self._holders(), group=module.groups.state)
         return {"step": module.step, "method": self.options.method, "ranks": ranks}
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """This rank's part of `state_dict`: its entry of `ranks` as `state`, and which of the `holders` entries that is.
+
+        `position` is None, and `state` empty, where another rank of the node has it.
+        """
+        module, holders = self._needed(), self._holders()
+        module.finish_step()
+        position = holders.index(self.topology.rank) if self.topology.rank in holders else None
+        return {
+            "step": module.step,
+            "method": self.options.method,
+            "holders": len(holders),
+            "position": position,
+            "state": {} if position is None else module.exchange.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what rank 0 saved, given to all ranks; on another number of ranks each gets the mean of the residuals.

@@ -13,8 +13,8 @@ from lightning_topt.communication.compressors.hierarchical import HierarchicalEx
 from lightning_topt.communication.compressors.low_rank import LowRankExchange
 from lightning_topt.communication.compressors.sign import SignExchange
 from lightning_topt.communication.compressors.sparse import SparseExchange
-from lightning_topt.communication.node.exchange import CollectiveNodeExchange, NodeExchange
-from lightning_topt.communication.node.memory import SharedMemoryNodeExchange
+from lightning_topt.communication.node.node_exchange import CollectiveNodeExchange, NodeExchange
+from lightning_topt.communication.node.node_memory import SharedMemoryNodeExchange
 from lightning_topt.communication.node.page import NodeMemoryUnavailable
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Groups, Topology, make_groups

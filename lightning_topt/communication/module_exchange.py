@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +16,13 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from lightning_topt.communication.agreement import check_equal_parameters
 from lightning_topt.communication.bucket import Bucket, BucketExchange, BucketLayout, NonFiniteGradient, Stages
 from lightning_topt.communication.compressors.exempt import exempt_names
+from lightning_topt.communication.exchange_worker import ExchangeWorker
 from lightning_topt.communication.methods import make_bucket_exchange, make_exchange_groups
 from lightning_topt.communication.options import READ_BY, ExchangeOptions
 from lightning_topt.communication.peers import PeerMonitor, ranks_that
 from lightning_topt.communication.selection import warm_up
 from lightning_topt.communication.streams import make_streams
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.worker import ExchangeWorker
 
 
 def _close(worker: ExchangeWorker, exchange: BucketExchange) -> None:
@@ -42,14 +43,23 @@ class _Step:
 class ModuleExchange:
     """Exchanges the gradients of one module. Making one is a collective call; `name` is unused so far and alike on all ranks.
 
+    Parameters named in `ignored` are somebody else's.
+
     Methods are called from the training (autograd) thread, except where they say otherwise.
     """
 
     def __init__(
-        self, module: nn.Module, options: ExchangeOptions, *, topology: Topology, device: torch.device, name: str
+        self,
+        module: nn.Module,
+        options: ExchangeOptions,
+        *,
+        topology: Topology,
+        device: torch.device,
+        name: str,
+        ignored: Collection[str] = (),
     ) -> None:
         self.options, self.topology = options, topology
-        self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
         self.names = {id(parameter): n for n, parameter in self.parameters.items()}
         self.exempt = exempt_names(module, options.exempt if options.method in READ_BY["exempt"] else ())
         self.groups = make_exchange_groups(options, topology=topology)

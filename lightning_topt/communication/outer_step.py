@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.compressors.wire import MessageFormat
-from lightning_topt.communication.node.exchange import Waitable
+from lightning_topt.communication.node.node_exchange import Waitable
 from lightning_topt.communication.selection import feedback_top_k
 
 Wait = Callable[[Waitable | None], None]

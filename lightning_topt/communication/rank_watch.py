@@ -14,6 +14,7 @@ import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ OF_COLLECTIVES = re.compile(
     re.IGNORECASE,
 )
 STORE_SECONDS = 5.0  # longer than any answer of a store that works
+_INTRODUCTION_SECONDS = 0.05
+_END_SECONDS = 3.0  # that a killed process may take to end, on a busy machine
 SHARE_OF_SILENCE, BEATS = (
     0.8,
     8,
@@ -149,7 +152,7 @@ def _serve(answering: _Answering, requests: queue.SimpleQueue[Request | None]) -
     answering.look()
     while True:
         try:
-            request = requests.get(timeout=POLL_SECONDS)
+            request = requests.get(timeout=answering.pause)
         except queue.Empty:
             answering.look()
             continue
@@ -174,6 +177,11 @@ class _Answering:
     beats: int = 0
     waited: float = field(default=0.0)  # since the last beat
     heard: tuple[bytes, int] = (b"", 0)  # the neighbour's last beat, and for how many of one's own it has been the last
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next look: soon, as long as it is not known who hosts the store."""
+        return POLL_SECONDS if self.host_identity or not self.reachable else _INTRODUCTION_SECONDS
 
     def look(self) -> None:
         """Answer where somebody asks. A store that is gone is no error: its host may simply have finished before."""
@@ -217,14 +225,17 @@ class _Answering:
         """Who is gone with the store."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "the job's store does not answer: torchrun, which hosts it, is gone or stopped on the first node"
-        fate = fate_of(self.host_identity)
+        fate, waited = fate_of(self.host_identity), 0.0
+        while not fate and waited < _END_SECONDS:  # its sockets close before it has ended
+            time.sleep(POLL_SECONDS)
+            fate, waited = fate_of(self.host_identity), waited + POLL_SECONDS
         return f"rank 0 did not answer: the job's store, which it hosts, does not{f' ({fate})' if fate else ''}"
 
     # ---- backends whose calls do not raise --------------------------------------------------------------------------
 
     def listen(self, silence_seconds: float) -> None:
         """Show that this rank runs, and look whether the next one does."""
-        self.waited += POLL_SECONDS
+        self.waited += self.pause
         if self.waited < silence_seconds / BEATS:
             return
         self.waited, self.beats = 0.0, self.beats + 1

@@ -19,18 +19,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_topt.costs.cluster import Cluster, CollectiveCurve, CurveKey, Device, Link
+from lightning_topt.costs.cluster import Cluster, Device
+from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
-from lightning_topt.costs.framework import measure_framework, measure_sharded_call
+from lightning_topt.costs.framework import measure_framework, measure_launch, measure_sharded_call
 from lightning_topt.costs.global_state import kept_global_state
-from lightning_topt.costs.measured_links import (
-    collective_timers,
-    curve,
-    fit_link,
-    measure_overlap,
-    node_group,
-    node_timer,
-)
+from lightning_topt.costs.groups import Group, mesh_groups
+from lightning_topt.costs.measured_links import collective_timers, curve, fit_link, measure_overlap, process_groups
 from lightning_topt.costs.page_faults import measure_page_faults
 from lightning_topt.costs.ranks import average, world_size
 from lightning_topt.costs.repetition import repeat_parts
@@ -43,46 +38,48 @@ _BYTES_MOVED = 1 << 26  # of the memory bandwidth measurement: far more than a c
 # Beside their tensors, training ranks of GPTs of 3 to 50 M parameters kept 4 to 14 MiB: objects of DDP and the optimizer,
 # buffers of gloo, small blocks on the C heap (benchmarks/results/memory_limits.md). torch counts no such bytes on CUDA.
 _CPU_PROCESS_BYTES = 9 << 20
+USUAL_COLLECTIVES = COLLECTIVES[:4]  # of data parallelism
+_GROUP_SHARE = 0.15  # of the time, for each kind of group beside that of all ranks
 _OVERLAPS_AGREE = 0.2
 _SMALL_SHARE, _LATEST = 0.1, 3  # of the kernels' expected seconds; of the time to measure them in
 
 
 @kept_global_state()
-def calibrate(*, device: torch.device | str = "cpu", num_nodes: int = 1, budget_seconds: float = 1.5) -> Cluster:
+def calibrate(
+    *,
+    device: torch.device | str = "cpu",
+    num_nodes: int = 1,
+    budget_seconds: float = 1.5,
+    collectives: Collection[str] = USUAL_COLLECTIVES,
+) -> Cluster:
     """Measure device and links, in about `budget_seconds` altogether, 2 s on a busy machine. Collective: every rank calls it.
 
-    Half of the time goes to collectives of 4 KiB to 64 MiB over all ranks, as many sizes as it allows; the rest to
+    Half of the time goes to `collectives` of 4 KiB to 64 MiB over all ranks, as many sizes as it allows; the rest to
     matrix products per dtype, memory bandwidth, the cost of a small operator, and to what an all_reduce hides behind
-    matrix products. Each part is measured in two halves, with all the others between them. Where a time of the halves
-    differs by more than 20 %, that part is measured again, until 1.4 times `budget_seconds` are over; of all rounds the
-    fastest counts (`repeat_parts`). `num_nodes` is how many machines the ranks are on; of several with several ranks
-    each, the link inside is measured as well. The least that is measured takes longer than that over slow links.
+    matrix products. Each other kind of group that a mesh of these ranks can have (`mesh_groups`; two ranks have none) takes
+    a sixth of the time more, all groups of a kind at once. Each part is measured in two halves, with all the others between
+    them. Where a time of the halves differs by more than 20 %, that part is measured again, until 1.4 times the time is
+    over; of all rounds the fastest counts (`repeat_parts`). `num_nodes` is how many machines the ranks are on. The least
+    that is measured takes longer than that over slow links.
 
     Raises ValueError unless the ranks can be spread evenly over that many nodes.
     """
+    assert "all_reduce" in collectives and set(collectives) <= set(COLLECTIVES)
     device, ranks, start = torch.device(device), world_size(), time.perf_counter()
     if num_nodes < 1 or ranks % num_nodes:
         raise ValueError(f"{ranks} ranks cannot be spread evenly over {num_nodes} nodes")
     local = ranks // num_nodes
-    group = node_group(local) if num_nodes > 1 and local > 1 else None
     half = 0.5 * budget_seconds
-    parts: dict[str, Callable[[], Mapping[Any, float]]] = dict(_device_parts(device, budget_seconds=0.35 * half))
-    timers = collective_timers(device, budget_seconds=0.45 * half)
-    parts |= timers
-    if group is not None:
-        parts["node"] = node_timer(group, device=device, budget_seconds=0.1 * half)
-    deadline = start + 1.4 * budget_seconds
-    try:
-        times = repeat_parts(parts, seconds_left=lambda: average([deadline - time.perf_counter()])[0])
-    finally:
-        if group is not None:
-            dist.destroy_process_group(group)
-    scope = "intra" if num_nodes == 1 else "inter"
-    curves: dict[CurveKey, CollectiveCurve] = {(op, scope, ranks): curve(times[op]) for op in timers}
-    intra = inter = fit_link(curves, ranks)
-    if group is not None:
-        intra = fit_link({("all_reduce", "intra", local): curve(times["node"])}, local)
-        inter = Link(inter.latency_seconds, inter.bandwidth / local)  # the ring had the whole network of a node
+    groups = mesh_groups(ranks, devices_per_node=local)
+    budgets = {group: (0.45 if group.size == ranks else _GROUP_SHARE) * half for group in groups}
+    deadline = start + 1.4 * budget_seconds * (1 + _GROUP_SHARE * (len(groups) - 1))
+    parts: dict[Any, Callable[[], Mapping[Any, float]]] = dict(_device_parts(device, budget_seconds=0.35 * half))
+    with process_groups(groups) as made:
+        timers = collective_timers(made, ops=collectives, device=device, budgets=budgets)
+        times = repeat_parts(parts | timers, seconds_left=lambda: average([deadline - time.perf_counter()])[0])
+    curves = {key: curve(times[key]) for key in timers}
+    inter = fit_link(curves, Group(num_nodes, local))
+    intra = fit_link(curves, Group(local)) if local > 1 else inter
     faults = average([measure_page_faults(device)])[0]
     measured = replace(_device(device, times), page_fault_seconds_per_byte=faults)
     return Cluster(
@@ -93,7 +90,7 @@ def calibrate(*, device: torch.device | str = "cpu", num_nodes: int = 1, budget_
         intra=intra,
         inter=inter if num_nodes > 1 else None,
         collectives=curves,
-        overlap=_overlap(device, curves.get(("all_reduce", scope, ranks)), budget_seconds=0.1 * budget_seconds),
+        overlap=_overlap(device, curves.get(("all_reduce", ranks, 1)), budget_seconds=0.1 * budget_seconds),
         backend=dist.get_backend() if ranks > 1 else ("gloo" if device.type == "cpu" else "nccl"),
         source=f"measured by {ranks} rank(s) with torch {torch.__version__} on {measured.name}",
     )
@@ -155,13 +152,14 @@ def _device_parts(device: torch.device, *, budget_seconds: float) -> dict[str, C
         overhead = time_call(lambda: tiny.add_(1), device=device, budget_seconds=0.2 * budget_seconds)
         return {"call": average([overhead])[0]}
 
-    def framework() -> dict[str, float]:
+    def host() -> dict[str, float]:
+        if device.type != "cpu":
+            return {"launch": average([measure_launch(device, budget_seconds=0.2 * budget_seconds)])[0]}
         kernel = measure_framework(device, budget_seconds=0.2 * budget_seconds)
         sharded = measure_sharded_call(device, budget_seconds=0.1 * budget_seconds)
         return dict(zip(("kernel", "sharded"), average([kernel, max(sharded, 1e-9)]), strict=True))
 
-    parts = {"products": products, "copies": copies, "small": small}
-    return {**parts, "framework": framework} if device.type == "cpu" else parts
+    return {"products": products, "copies": copies, "small": small, "host": host}
 
 
 def _seconds_per_flop(dtype: torch.dtype, device: torch.device, *, budget_seconds: float) -> float:
@@ -179,15 +177,16 @@ def _seconds_per_flop(dtype: torch.dtype, device: torch.device, *, budget_second
     return min(found)
 
 
-def _device(device: torch.device, times: Mapping[str, Mapping[Any, float]]) -> Device:
+def _device(device: torch.device, times: Mapping[Any, Mapping[Any, float]]) -> Device:
     return Device(
         name=_device_name(device),
         memory_bytes=device_memory_bytes(device),
         flops={str(dtype): 1 / seconds for dtype, seconds in times["products"].items()},
         memory_bandwidth=1 / times["copies"]["byte"],
         op_overhead_seconds=times["small"]["call"],
-        framework_seconds=times["framework"]["kernel"] if "framework" in times else 0.0,
-        sharded_call_seconds=times["framework"]["sharded"] if "framework" in times else 0.0,
+        framework_seconds=times["host"].get("kernel", 0.0),
+        sharded_call_seconds=times["host"].get("sharded", 0.0),
+        launch_seconds=times["host"].get("launch", 0.0),
         process_bytes=_CPU_PROCESS_BYTES if device.type == "cpu" else 0,
     )
 

@@ -6,16 +6,16 @@ YAML is a plain mapping, so the files in ``conf/cluster`` are a Hydra config gro
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve, CurveKey
 from lightning_topt.costs.plain_values import (
     check_plain,
     names,
@@ -28,9 +28,6 @@ from lightning_topt.costs.plain_values import (
     whole,
 )
 from lightning_topt.costs.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
-
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-SCOPES = ("intra", "inter")
 
 
 class ClusterError(ValueError):
@@ -46,7 +43,8 @@ class Device:
     `process_bytes` is what a training rank keeps beside tensors (on CPUs: objects, buffers of libraries), `price_per_hour`
     in any currency. `page_fault_seconds_per_byte` is what a byte costs that is taken anew from the operating system, which
     plans under a memory limit do for every tensor on CPUs (`execution.allocator`), `framework_seconds` what a kernel of a
-    step costs beyond itself where the host does not run ahead of the device: modules, autograd, Python (CPUs), and
+    step costs beyond itself where the host does not run ahead of the device: modules, autograd, Python (CPUs),
+    `launch_seconds` what the host takes for a kernel of a step where it does (accelerators), and
     `sharded_call_seconds` what a call of an optimizer costs beyond itself where its parameters are sharded.
     """
 
@@ -60,6 +58,7 @@ class Device:
     page_fault_seconds_per_byte: float = 0.0
     framework_seconds: float = 0.0
     sharded_call_seconds: float = 0.0
+    launch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -85,41 +84,14 @@ class Link:
 
 
 @dataclass(frozen=True)
-class CollectiveCurve:
-    """Measured seconds of one collective by size of the whole tensor in bytes, both ascending."""
-
-    sizes: tuple[float, ...]
-    seconds: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.sizes or len(self.sizes) != len(self.seconds):
-            raise ClusterError("a measured collective needs as many bytes as seconds, at least one")
-        if list(self.sizes) != sorted(set(self.sizes)) or min(*self.sizes, *self.seconds) <= 0:
-            raise ClusterError("a measured collective needs positive seconds and strictly ascending positive bytes")
-
-    def seconds_at(self, size: float) -> float:
-        """Log-log interpolation; below the smallest size its time, above the largest its bandwidth."""
-        if size <= self.sizes[0]:
-            return self.seconds[0]
-        if size >= self.sizes[-1]:
-            return self.seconds[-1] * size / self.sizes[-1]
-        right = bisect.bisect_right(self.sizes, size)
-        (x0, x1), (y0, y1) = self.sizes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
-        share = math.log(size / x0) / math.log(x1 / x0)
-        return float(y0 * (y1 / y0) ** share)  # a straight line on logarithmic axes
-
-
-CurveKey = tuple[str, str, int]  # collective, scope, world size
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Nodes of equal devices.
 
     `intra` joins the devices of a node, `inter` the nodes (None with a single node), both per rank: a node's network is
-    shared by its devices. `collectives` are measured curves by (collective, scope, world size). `overlap` is the share
-    of a gradient exchange that really runs beside computation (0 none, 1 all). `backend` is torch.distributed's
-    (``"nccl"``, ``"gloo"``). `source` says where the numbers are from.
+    shared by its devices. `collectives` are measured curves by (collective, size, stride) of the group, of all groups
+    like it at the same time (`groups.Group`). `overlap` is the share of a gradient exchange that really runs beside
+    computation (0 none, 1 all). `backend` is torch.distributed's (``"nccl"``, ``"gloo"``). `source` says where the
+    numbers are from.
     """
 
     name: str
@@ -142,11 +114,11 @@ class Cluster:
             raise ClusterError(f"overlap is a share between 0 and 1, got {self.overlap}")
         if self.backend not in ("nccl", "gloo"):
             raise ClusterError(f"backend must be 'nccl' or 'gloo', got {shown(self.backend)}")
-        for op, scope, world_size in self.collectives:
-            if op not in COLLECTIVES or scope not in SCOPES or world_size < 2:
+        for op, size, stride in self.collectives:
+            if op not in COLLECTIVES or size < 2 or stride < 1:
                 raise ClusterError(
-                    f"collectives: ({shown(op)}, {shown(scope)}, {world_size}) must be one of {COLLECTIVES}, one of {SCOPES}, "
-                    "and at least 2 ranks"
+                    f"collectives: ({shown(op)}, {size}, {stride}) must be one of {COLLECTIVES}, at least 2 ranks, and a "
+                    "stride of at least 1"
                 )
 
     @property
@@ -154,16 +126,12 @@ class Cluster:
         """Devices of all nodes together."""
         return self.devices_per_node * self.num_nodes
 
-    def scope(self, world_size: int) -> str:
-        """``"intra"`` when `world_size` ranks, packed node by node, share a node, else ``"inter"``."""
-        return "intra" if world_size <= self.devices_per_node else "inter"
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values in base units, as `save` writes them."""
         data = dataclasses.asdict(dataclasses.replace(self, collectives={}))
         data["collectives"] = [
-            {"op": op, "scope": scope, "world_size": size, "bytes": list(curve.sizes), "seconds": list(curve.seconds)}
-            for (op, scope, size), curve in self.collectives.items()
+            {"op": op, "group_size": size, "stride": stride, "bytes": [*curve.sizes], "seconds": [*curve.seconds]}
+            for (op, size, stride), curve in self.collectives.items()
         ]
         return data
 
@@ -220,11 +188,11 @@ def _cluster(data: Any) -> Cluster:
     cluster = Cluster(
         name=entries.take("name", text),
         device=entries.take("device", _device),
-        devices_per_node=entries.take("devices_per_node", whole),
+        devices_per_node=(devices := entries.take("devices_per_node", whole)),
         num_nodes=entries.take("num_nodes", whole, 1),
         intra=entries.take("intra", _link),
         inter=entries.take("inter", _link, None),
-        collectives=entries.take("collectives", _collectives, {}),
+        collectives=entries.take("collectives", partial(_collectives, devices_per_node=devices), {}),
         overlap=entries.take("overlap", number, 0.0),
         backend=entries.take("backend", text, "nccl"),
         source=entries.take("source", text, ""),
@@ -245,6 +213,7 @@ def _device(data: Any, *, name: str) -> Device:
         page_fault_seconds_per_byte=entries.take("page_fault_seconds_per_byte", number, 0.0),
         framework_seconds=entries.take("framework_seconds", parse_seconds, 0.0),
         sharded_call_seconds=entries.take("sharded_call_seconds", parse_seconds, 0.0),
+        launch_seconds=entries.take("launch_seconds", parse_seconds, 0.0),
         price_per_hour=entries.take("price_per_hour", number, None),
     )
     entries.finish()
@@ -258,16 +227,31 @@ def _link(data: Any, *, name: str) -> Link:
     return link
 
 
-def _collectives(data: Any, *, name: str) -> dict[CurveKey, CollectiveCurve]:
+def _collectives(data: Any, *, name: str, devices_per_node: int) -> dict[CurveKey, CollectiveCurve]:
     curves: dict[CurveKey, CollectiveCurve] = {}
     for index, entry in enumerate(_list(data, name=name)):
         entries = _Entries(entry, f"{name}[{index}]")
-        key = (entries.take("op", text), entries.take("scope", text), entries.take("world_size", whole))
+        key = _curve_key(entries, devices_per_node=devices_per_node)
         sizes = [float(parse_bytes(size, name=entries.where)) for size in entries.take("bytes", _list)]
         seconds = [parse_seconds(value, name=entries.where) for value in entries.take("seconds", _list)]
         entries.finish()
         curves[key] = CollectiveCurve(tuple(sizes), tuple(seconds))
     return curves
+
+
+def _curve_key(entries: _Entries, *, devices_per_node: int) -> CurveKey:
+    """The group of a curve; older files have `world_size` ranks packed node by node, and `scope` says where they end."""
+    op = entries.take("op", text)
+    if "world_size" not in entries.data:
+        return op, entries.take("group_size", whole), entries.take("stride", whole, 1)
+    size, scope = entries.take("world_size", whole), entries.take("scope", text)
+    expected = "intra" if size <= devices_per_node else "inter"
+    if scope != expected:
+        raise ClusterError(
+            f"{entries.where}: {size} ranks packed on nodes of {devices_per_node} have the scope {expected!r}, not "
+            f"{shown(scope)}; write group_size and stride instead of world_size and scope for other groups"
+        )
+    return op, size, 1
 
 
 def _rates(data: Any, *, name: str) -> dict[str, float]:

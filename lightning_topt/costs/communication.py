@@ -1,17 +1,22 @@
-"""Seconds of a collective: a measured curve where the cluster has one, else the ring formulas.
+"""Seconds of a collective: a measured curve where the cluster has one, else the formulas below.
 
-N ranks, V bytes of the whole tensor (the input of reduce_scatter, the output of all_gather), a latency and b bandwidth
-per rank of the slowest link that the ring crosses:
+A group of N ranks (`groups.Group`), V bytes of the whole tensor: the input of reduce_scatter, the output of all_gather, all
+shards of all_to_all together, the message of send_recv. a latency, b bandwidth that one rank gets of a link; d devices per
+node, s stride, g ranks of the group on a node. All groups of a mesh axis work at the same time.
 
-    equation                                     function             source
-    all_reduce      2 (N-1) (a + V / (N b))      ring_seconds         Patarasuk & Yuan, J. Parallel Distrib. Comput.
-    reduce_scatter    (N-1) (a + V / (N b))      ring_seconds         69(2), 2009, section 3; Thakur, Rabenseifner &
-    all_gather        (N-1) (a + V / (N b))      ring_seconds         Gropp, IJHPCA 19(1), 2005, sections 4.1 and 4.4
-    broadcast       ceil(log2 N) a + V / b       ring_seconds         pipelined, large messages (same, section 4.3)
-    N ranks on m nodes, n per node:              ring_seconds         a ring visits the nodes one after another: all
-    b = min(b_intra, n b_inter), a = a_inter                          n network cards of a node carry parallel rings
-    n rings at once, each of one rank per node:  estimate_across_seconds   every ring has one rank's share of the network
-    b = b_inter, a = a_inter
+    equation                                              function            source
+    all_reduce      2 (N-1) (a + V / (N b))               ring_seconds        Patarasuk & Yuan, J. Parallel Distrib.
+    reduce_scatter    (N-1) (a + V / (N b))               ring_seconds        Comput. 69(2), 2009, section 3; Thakur,
+    all_gather        (N-1) (a + V / (N b))               ring_seconds        Rabenseifner & Gropp, IJHPCA 19(1), 2005,
+    broadcast       ceil(log2 N) a + V / b                ring_seconds        sections 4.1, 4.3 (large messages, pipelined),
+    send_recv                    a + V / b                ring_seconds        4.4, and pairwise exchange
+    all_to_all      (g-1) (a_intra + V / (N^2 b_intra))   all_to_all_seconds
+                  + (N-g) (a_inter + V / (N^2 b_inter))
+
+    inside a node:     a, b of intra                      bottleneck_link     a ring visits the nodes one after another,
+    one rank a node:   a, b of inter                                          so one of g > 1 ranks a node enters each once,
+    g > 1 on a node:   a = max(a_intra, a_inter),                             and the s rings on a node share its network:
+                       b = min(b_intra, (d / s) b_inter)                      d times b_inter
 
 torch's gloo does not follow them (its reduce_scatter moves as many bytes as an all_reduce): calibrate there.
 """
@@ -20,35 +25,28 @@ from __future__ import annotations
 
 import math
 
-from lightning_topt.costs.cluster import COLLECTIVES, Cluster, Link
+from lightning_topt.costs.cluster import Cluster, Link
+from lightning_topt.costs.collective_curves import COLLECTIVES
+from lightning_topt.costs.groups import Group
 
 
-def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, world_size: int) -> float:
-    """Seconds of `op` on a tensor of `size` bytes over `world_size` ranks packed node by node.
+def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, group: Group) -> float:
+    """Seconds of `op` on a tensor of `size` bytes in every group like `group` at the same time.
 
-    `size` counts the whole tensor. 0 for one rank or no bytes. Raises ValueError for an unknown `op` and for more ranks
-    than the cluster has devices.
+    `size` counts the whole tensor. 0 for one rank or no bytes. Raises ValueError for an unknown `op` and for groups that
+    need more ranks than the cluster has devices.
     """
     if op not in COLLECTIVES:
         raise ValueError(f"{op!r} is not one of {COLLECTIVES}")
-    check_world_size(cluster, world_size=world_size)
-    if world_size == 1 or size <= 0:
+    check_world_size(cluster, world_size=group.span)
+    if group.size == 1 or size <= 0:
         return 0.0
-    curve = cluster.collectives.get((op, cluster.scope(world_size), world_size))
+    curve = cluster.collectives.get((op, group.size, group.stride))
     if curve is not None:
         return curve.seconds_at(size)
-    return ring_seconds(op, size=size, world_size=world_size, link=bottleneck_link(cluster, world_size=world_size))
-
-
-def estimate_across_seconds(cluster: Cluster, *, op: str, size: float, num_nodes: int) -> float:
-    """Seconds of `op` between `num_nodes` nodes, by all devices of a node at once: each with its peers, on `size` bytes.
-
-    Peers are the devices with equal position in their nodes. 0 for one node or no bytes.
-    """
-    if num_nodes == 1 or size <= 0:
-        return 0.0
-    assert cluster.inter is not None
-    return ring_seconds(op, size=size, world_size=num_nodes, link=cluster.inter)
+    if op == "all_to_all":
+        return all_to_all_seconds(cluster, size=size, group=group)
+    return ring_seconds(op, size=size, ranks=group.size, link=bottleneck_link(cluster, group=group))
 
 
 def check_world_size(cluster: Cluster, *, world_size: int) -> None:
@@ -60,24 +58,38 @@ def check_world_size(cluster: Cluster, *, world_size: int) -> None:
         )
 
 
-def bottleneck_link(cluster: Cluster, *, world_size: int) -> Link:
-    """What one rank gets of the slowest link that a ring over `world_size` ranks crosses.
+def bottleneck_link(cluster: Cluster, *, group: Group) -> Link:
+    """Return what one rank gets of the slowest link that a ring through `group` crosses.
 
     `inter` is one rank's share of its node's network, so a node has ``devices_per_node`` times that for its rings.
     """
-    if cluster.scope(world_size) == "intra":
+    devices = cluster.devices_per_node
+    if group.is_inside(devices):
         return cluster.intra
     assert cluster.inter is not None
-    node_bandwidth = cluster.inter.bandwidth * cluster.devices_per_node
+    if group.ranks_on_node(devices) == 1:
+        return cluster.inter
     return Link(
         max(cluster.intra.latency_seconds, cluster.inter.latency_seconds),
-        min(cluster.intra.bandwidth, node_bandwidth),
+        min(cluster.intra.bandwidth, cluster.inter.bandwidth * devices / group.groups_on_node(devices)),
     )
 
 
-def ring_seconds(op: str, *, size: float, world_size: int, link: Link) -> float:
-    """The ring formula of `op` on `size` bytes; see the table above."""
-    if op == "broadcast":
-        return math.ceil(math.log2(world_size)) * link.latency_seconds + size / link.bandwidth
-    steps = (world_size - 1) * (2 if op == "all_reduce" else 1)
-    return steps * (link.latency_seconds + size / (world_size * link.bandwidth))
+def ring_seconds(op: str, *, size: float, ranks: int, link: Link) -> float:
+    """The formula of `op`, any but all_to_all, on `size` bytes; see the table above."""
+    if op in ("broadcast", "send_recv"):
+        hops = math.ceil(math.log2(ranks)) if op == "broadcast" else 1
+        return hops * link.latency_seconds + size / link.bandwidth
+    steps = (ranks - 1) * (2 if op == "all_reduce" else 1)
+    return steps * (link.latency_seconds + size / (ranks * link.bandwidth))
+
+
+def all_to_all_seconds(cluster: Cluster, *, size: float, group: Group) -> float:
+    """The formula of all_to_all: every rank sends a part to each other one, those on its node over `intra`."""
+    part = size / group.size**2
+    near = group.ranks_on_node(cluster.devices_per_node)
+    seconds = (near - 1) * (cluster.intra.latency_seconds + part / cluster.intra.bandwidth)
+    if far := group.size - near:
+        assert cluster.inter is not None
+        seconds += far * (cluster.inter.latency_seconds + part / cluster.inter.bandwidth)
+    return seconds

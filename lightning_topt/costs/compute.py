@@ -3,7 +3,12 @@
     equation                                                function                  source
     t = max(flops / F, bytes / M) + o                       roofline_seconds          Williams, Waterman & Patterson,
     t(B) = measured(B0) * roofline(B) / roofline(B0)        estimate_kernel_seconds   CACM 52(4), 2009 (roofline)
+    device T = sum of t, host H = h * kernels
+    T = T + H             where host and device are one     estimate_pass_seconds     `framework` (CPUs)
+    T = (T^q + H^q)^(1/q) where the host runs ahead         host_bound_seconds        benchmarks/gpu_cost_model.py
 
+The host issues kernels while the device runs earlier ones: a pass takes as long as the slower of the two, and a little more
+where they are close (q). h is `Device.launch_seconds` on accelerators, `Device.framework_seconds` on CPUs.
 F FLOP/s of the dtype, M memory bandwidth in bytes/s, o seconds a kernel costs at least, B batch size per rank, B0 the
 batch size at which the kernel was measured.
 """
@@ -18,6 +23,7 @@ from lightning_topt.costs.cluster import Device
 from lightning_topt.graph.op_graph import Kernel
 
 KernelKey = tuple[str, str]  # name, JSON of the arguments
+SHARPNESS = 4.0  # q
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -81,6 +87,36 @@ def estimate_kernels_seconds(
         )
         for kernel in kernels
     )
+
+
+def estimate_pass_seconds(
+    kernels: Iterable[Kernel],
+    *,
+    batch_size: float,
+    device: Device,
+    measured: Mapping[KernelKey, float] | None = None,
+    measured_batch_size: float | None = None,
+) -> float:
+    """Seconds of the forward or the backward pass of a block whose kernels are `kernels`, with the host that issues them.
+
+    Give whole blocks: a host that is late for one operator may be ahead again at the next.
+    """
+    kernels = list(kernels)
+    seconds = estimate_kernels_seconds(
+        kernels, batch_size=batch_size, device=device, measured=measured, measured_batch_size=measured_batch_size
+    )
+    calls = sum(kernel.count for kernel in kernels)
+    ahead = host_bound_seconds(seconds, host_seconds=calls * device.launch_seconds)
+    return ahead + calls * device.framework_seconds
+
+
+def host_bound_seconds(device_seconds: float, *, host_seconds: float, sharpness: float = SHARPNESS) -> float:
+    """Seconds of work that takes a device `device_seconds`, and a host that runs ahead of it `host_seconds` to issue."""
+    longer = max(device_seconds, host_seconds)
+    if longer <= 0:
+        return 0.0
+    shares = device_seconds / longer, host_seconds / longer  # so that no power is too small or too large
+    return longer * float(sum(share**sharpness for share in shares) ** (1 / sharpness))
 
 
 def _texts(value: Any) -> Iterable[str]:

@@ -1,11 +1,13 @@
-"""Seconds that a kernel costs beyond itself in a training step on CPUs: modules, autograd, Python.
+"""Seconds that the host takes for a kernel of a training step: modules, autograd, Python, the launch.
 
-    equation                                                     function
-    t = (step of small layers - their kernels alone) / kernels    measure_framework
-    d = in-place call on a sharded tensor - on a plain one        measure_sharded_call
+    equation                                                      function                where
+    t = (step of small layers - their kernels alone) / kernels    measure_framework       CPUs, beside the kernel itself
+    h = step of small layers / kernels                            measure_launch          accelerators, ahead of the kernel
+    d = in-place call on a sharded tensor - on a plain one        measure_sharded_call    CPUs
 
 A kernel that is measured alone (`calibrate.measure_kernels`) is called without a module around it and without a graph. On
-accelerators the host does this ahead of the device, and it costs nothing while the device is busy.
+accelerators the host does this ahead of the device, and it costs nothing while the device is busy (`compute`): layers so small
+that the device waits for the host show how long it takes.
 """
 
 from __future__ import annotations
@@ -30,18 +32,19 @@ def measure_framework(device: torch.device, *, budget_seconds: float = 0.05) -> 
     """Return the seconds per kernel, from a step of small layers; 0 on devices other than CPUs."""
     if device.type != "cpu":
         return 0.0
-    linears = [nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
-    model = nn.Sequential(*(module for linear in linears for module in (linear, nn.LayerNorm(_WIDTH), nn.GELU())))
+    linear, step = _small_layers(device)
     x = torch.ones(_ROWS, _WIDTH)
-
-    def step() -> None:
-        with torch.inference_mode(False), torch.enable_grad():
-            torch.autograd.backward(model(x).sum())
-        model.zero_grad()
-
     whole = time_call(step, device=device, budget_seconds=0.7 * budget_seconds)
-    alone = time_call(_kernels_of(linears[0], x), device=device, budget_seconds=0.3 * budget_seconds)
+    alone = time_call(_kernels_of(linear, x), device=device, budget_seconds=0.3 * budget_seconds)
     return max(whole / _LAYERS - alone, _LEAST) / _KERNELS
+
+
+def measure_launch(device: torch.device, *, budget_seconds: float = 0.05) -> float:
+    """Return the host's seconds per kernel, from a step of small layers on an accelerator; 0 on CPUs."""
+    if device.type == "cpu":
+        return 0.0
+    _, step = _small_layers(device)
+    return time_call(step, device=device, budget_seconds=budget_seconds) / (_LAYERS * _KERNELS)
 
 
 def measure_sharded_call(device: torch.device, *, budget_seconds: float = 0.02) -> float:
@@ -57,6 +60,22 @@ def measure_sharded_call(device: torch.device, *, budget_seconds: float = 0.02) 
             for tensor in (sharded, plain)
         ]
     return max(each[0] - each[1], _LEAST)
+
+
+def _small_layers(device: torch.device) -> tuple[nn.Linear, Callable[[], None]]:
+    """One of the layers, and a forward and backward pass through all of them."""
+    linears = [nn.Linear(_WIDTH, _WIDTH, device=device) for _ in range(_LAYERS)]
+    norms = [nn.LayerNorm(_WIDTH, device=device) for _ in range(_LAYERS)]
+    pairs = zip(linears, norms, strict=True)
+    model = nn.Sequential(*(module for linear, norm in pairs for module in (linear, norm, nn.GELU())))
+    x = torch.ones(_ROWS, _WIDTH, device=device)
+
+    def step() -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.autograd.backward(model(x).sum())
+        model.zero_grad()
+
+    return linears[0], step
 
 
 def _kernels_of(linear: nn.Linear, x: Tensor) -> Callable[[], None]:

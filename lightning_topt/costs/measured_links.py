@@ -1,35 +1,49 @@
-"""Time collectives over the ranks of the default process group, and what of them hides behind computation."""
+"""Time collectives in the groups that meshes of these ranks have, and what of them hides behind computation."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
-from lightning_topt.costs.cluster import CollectiveCurve, CurveKey, Link
+from lightning_topt.costs.cluster import Link
+from lightning_topt.costs.collective_curves import CollectiveCurve, CurveKey
+from lightning_topt.costs.groups import Group, ranks_of_groups
 from lightning_topt.costs.ranks import average, own_rank, world_size
 from lightning_topt.costs.timing import time_call, time_once
 
 SIZES = tuple(4 << shift for shift in (10, 13, 16, 19, 22, 24))  # 4 KiB to 64 MiB
 _MIN_SIZES, _MIN_REPEATS = 4, 2  # of collectives, however short the time is
+_SHARES = {
+    "broadcast": 0.5,
+    "all_to_all": 0.25,
+    "send_recv": 0.25,
+}  # of the time of the others, which steps have more of
 _OVERLAP_BYTES, _OVERLAP_SECONDS = 4 << 20, 0.05  # at most, of one exchange beside computation
 _OVERLAP_MATRIX = {"cpu": 256, "cuda": 2048}
 
 Call = Callable[[], Any]
 Points = dict[float, float]  # seconds by bytes of the whole tensor
+ProcessGroups = Mapping[Group, dist.ProcessGroup]  # this rank's, of each kind of group
 
 
 class CollectiveTimer:
-    """Times one collective by size of the whole tensor: the first call finds out how many sizes the time allows."""
+    """Times one collective by size of the whole tensor, in all groups of one kind at the same time, as they train.
 
-    def __init__(self, make: Callable[[torch.Tensor], Call], *, device: torch.device, budget_seconds: float) -> None:
-        self.make, self.device, self.budget_seconds = make, device, budget_seconds
+    `make` is given a tensor of a multiple of `elements` elements. The first call finds out how many sizes the time allows.
+    """
+
+    def __init__(
+        self, make: Callable[[Tensor], Call], *, elements: int, device: torch.device, budget_seconds: float
+    ) -> None:
+        self.make, self.elements, self.device, self.budget_seconds = make, elements, device, budget_seconds
         self.sizes: Sequence[int] = ()
 
     def __call__(self) -> Points:
@@ -37,25 +51,56 @@ class CollectiveTimer:
         points: Points = {}
         deadline = time.perf_counter() + self.budget_seconds
         for size, larger in zip(self.sizes or SIZES, (*(self.sizes or SIZES)[1:], 0), strict=True):
-            call = self.make(torch.ones(max(size // 4 // world_size(), 1) * world_size(), device=self.device))
-            points[float(size)] = _time_together(call, device=self.device, deadline=deadline)
-            expected = points[float(size)] * larger / size * (_MIN_REPEATS + 1)
+            whole = torch.ones(max(size // 4 // self.elements, 1) * self.elements, device=self.device)
+            seconds = _time_together(self.make(whole), device=self.device, deadline=deadline)
+            points[float(whole.nbytes)] = seconds
+            expected = seconds * larger / size * (_MIN_REPEATS + 1)
             if not self.sizes and len(points) >= _MIN_SIZES and average([deadline - time.perf_counter()])[0] < expected:
                 break
         self.sizes = [int(size) for size in points]
         return points
 
 
-def collective_timers(device: torch.device, *, budget_seconds: float) -> dict[str, CollectiveTimer]:
-    """A timer of each collective over all ranks; none for a single rank.
+@contextmanager
+def process_groups(groups: Sequence[Group]) -> Iterator[ProcessGroups]:
+    """This rank's process group of each kind in `groups`, as long as the context lasts. Collective.
+
+    All ranks make all groups of a kind, those beside their own too, as torch demands.
+    """
+    made: dict[Group, dist.ProcessGroup] = {}
+    try:
+        for group in groups:
+            for ranks in ranks_of_groups(group, world_size()):
+                found: Any = dist.group.WORLD if len(ranks) == world_size() else dist.new_group(ranks)
+                if own_rank() in ranks:
+                    made[group] = found
+        yield made
+    finally:
+        for group, found in made.items():
+            if group.size != world_size():
+                dist.destroy_process_group(found)
+
+
+def collective_timers(
+    groups: ProcessGroups, *, ops: Collection[str], device: torch.device, budgets: Mapping[Group, float]
+) -> dict[CurveKey, CollectiveTimer]:
+    """A timer of each of `ops` in each kind of group, for which all of them together have the seconds in `budgets`.
 
     all_gather and reduce_scatter are those that sharded plans run (`communication.collectives`).
     """
-    if world_size() == 1:
-        return {}
-    calls = _collective_calls(world_size())
-    each = budget_seconds / len(calls)
-    return {op: CollectiveTimer(make, device=device, budget_seconds=each) for op, make in calls.items()}
+    timers = {}
+    for group, process_group in groups.items():
+        calls = {op: make for op, make in _collective_calls(group.size, process_group).items() if op in ops}
+        each = budgets[group] / sum(_SHARES.get(op, 1.0) for op in calls)
+        for op, make in calls.items():
+            elements = group.size ** (
+                2 if op == "all_to_all" else 1
+            )  # every rank sends a part of its part to every other
+            seconds = each * _SHARES.get(op, 1.0)
+            timers[op, group.size, group.stride] = CollectiveTimer(
+                make, elements=elements, device=device, budget_seconds=seconds
+            )
+    return timers
 
 
 def curve(points: Mapping[Any, float]) -> CollectiveCurve:
@@ -65,37 +110,16 @@ def curve(points: Mapping[Any, float]) -> CollectiveCurve:
     return CollectiveCurve(tuple(sizes), tuple(float(value) for value in seconds))
 
 
-def node_timer(group: dist.ProcessGroup, *, device: torch.device, budget_seconds: float) -> Callable[[], Points]:
-    """A timer of all_reduces of two sizes among the ranks of a node, in all nodes at once."""
-
-    def measure() -> Points:
-        points, deadline = {}, time.perf_counter() + budget_seconds
-        for size in (SIZES[0], SIZES[3]):
-            call = partial(dist.all_reduce, torch.ones(size // 4, device=device), group=group)
-            points[float(size)] = _time_together(call, device=device, deadline=deadline)
-        return points
-
-    return measure
-
-
-def node_group(ranks_per_node: int) -> dist.ProcessGroup:
-    """A new group of the ranks on this rank's node. Collective."""
-    firsts = range(0, world_size(), ranks_per_node)
-    groups: list[Any] = [dist.new_group(list(range(first, first + ranks_per_node))) for first in firsts]
-    found: dist.ProcessGroup = groups[own_rank() // ranks_per_node]
-    return found
-
-
-def fit_link(curves: Mapping[CurveKey, CollectiveCurve], ranks: int) -> Link:
-    """The link whose ring formula gives the smallest and the largest measured all_reduce of `ranks` ranks."""
-    found = next((curve for (op, _, _), curve in curves.items() if op == "all_reduce"), None)
+def fit_link(curves: Mapping[CurveKey, CollectiveCurve], group: Group) -> Link:
+    """The link whose ring formula gives the smallest and the largest measured all_reduce in groups like `group`."""
+    found = curves.get(("all_reduce", group.size, group.stride))
     if found is None:  # one rank: no exchange will ever be estimated
         return Link(latency_seconds=0.0, bandwidth=1.0)
-    steps = 2 * (ranks - 1)
+    steps = 2 * (group.size - 1)
     size, seconds = found.sizes[-1] - found.sizes[0], found.seconds[-1] - found.seconds[0]
     if seconds <= 0:  # a single size, or no difference to be seen
         size, seconds = found.sizes[-1], found.seconds[-1]
-    return Link(found.seconds[0] / steps, size * steps / (ranks * seconds))
+    return Link(found.seconds[0] / steps, size * steps / (group.size * seconds))
 
 
 def measure_overlap(device: torch.device, *, all_reduce: CollectiveCurve | None, budget_seconds: float) -> float:
@@ -133,23 +157,43 @@ def measure_overlap(device: torch.device, *, all_reduce: CollectiveCurve | None,
     return float(np.clip(average([hidden])[0], 0.0, 1.0))
 
 
-def _collective_calls(ranks: int) -> dict[str, Callable[[torch.Tensor], Call]]:
-    def part(whole: torch.Tensor) -> torch.Tensor:
+def _collective_calls(ranks: int, group: dist.ProcessGroup) -> dict[str, Callable[[Tensor], Call]]:
+    def part(whole: Tensor) -> Tensor:
         return torch.ones(whole.numel() // ranks, device=whole.device)
 
-    def gather(whole: torch.Tensor) -> Call:
+    def gather(whole: Tensor) -> Call:
         local = part(whole)
-        return lambda: all_gather_into(torch.empty_like(whole), local)  # FSDP2 allocates the result each time
+        return lambda: all_gather_into(
+            torch.empty_like(whole), local, group=group
+        )  # FSDP2 allocates the result each time
 
-    def reduce(whole: torch.Tensor) -> Call:
+    def reduce(whole: Tensor) -> Call:
         local = part(whole)
-        return lambda: reduce_scatter_into(local, whole)
+        return lambda: reduce_scatter_into(local, whole, group=group)
+
+    def exchange(whole: Tensor) -> Call:
+        sent, received = part(whole), part(whole)
+        return lambda: dist.all_to_all_single(received, sent, group=group)
+
+    def pass_on(whole: Tensor) -> Call:
+        """Every rank to the next one of its group."""
+        received, rank = torch.empty_like(whole), dist.get_rank(group)
+        send = dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % ranks)
+        receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks)
+
+        def call() -> None:
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+
+        return call
 
     return {
-        "all_reduce": lambda whole: lambda: dist.all_reduce(whole),
+        "all_reduce": lambda whole: lambda: dist.all_reduce(whole, group=group),
         "reduce_scatter": reduce,
         "all_gather": gather,
-        "broadcast": lambda whole: lambda: dist.broadcast(whole, 0),
+        "broadcast": lambda whole: lambda: dist.broadcast(whole, group=group, group_src=0),
+        "all_to_all": exchange,
+        "send_recv": pass_on,
     }
 
 

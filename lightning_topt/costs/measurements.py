@@ -25,9 +25,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_topt.costs import measurement_store
-from lightning_topt.costs.calibrate import calibrate, measure_kernels
+from lightning_topt.costs.calibrate import USUAL_COLLECTIVES, calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster, ClusterError
+from lightning_topt.costs.collective_curves import COLLECTIVES
 from lightning_topt.costs.compute import KernelKey, kernel_key
+from lightning_topt.costs.groups import mesh_groups
 from lightning_topt.costs.machine_setup import describe_setup
 from lightning_topt.costs.measurement_store import Entries, Entry, default_directory
 from lightning_topt.costs.optimizer import UpdateKind, measure_kind, update_kinds
@@ -56,10 +58,9 @@ class Measurements:
         directory: Path | None,
         refreshed: float | None,
         progress: Progress | None,
-        conditions: str,
     ) -> None:
         self.setup, self.device, self.entries, self.directory = setup, device, entries, directory
-        self._refreshed, self._progress, self._conditions = refreshed, progress, conditions
+        self._refreshed, self._progress = refreshed, progress
 
     @classmethod
     def open(
@@ -70,17 +71,15 @@ class Measurements:
         refresh: bool = False,
         directory: Path | str | None = None,
         progress: Progress | None = None,
-        conditions: str = "",
     ) -> Measurements:
         """Read what is stored for this set-up, not older than 30 days. Collective.
 
         Args:
             device: what ranks train on.
             num_nodes: how many machines the ranks are on.
-            refresh: measure everything again; what is stored, under all conditions, is dropped with the next `save`.
+            refresh: measure everything again; what is stored is dropped with the next `save`.
             directory: where the files are; by default ``lightning_topt/measurements`` in the user's cache directory.
             progress: called on rank 0 with a short line before anything that takes longer than a blink.
-            conditions: what the caller has changed that measurements depend on, such as the allocator.
 
         A file that is damaged or belongs to another user is not used, with a warning on rank 0.
         """
@@ -94,13 +93,7 @@ class Measurements:
 
         entries = from_rank_0(on_all_ranks(read))
         refreshed = time.time() if refresh else None
-        options: dict[str, Any] = {
-            "directory": folder,
-            "refreshed": refreshed,
-            "progress": progress,
-            "conditions": conditions,
-        }
-        return cls(setup, device=device, entries=entries, **options)
+        return cls(setup, device=device, entries=entries, directory=folder, refreshed=refreshed, progress=progress)
 
     @property
     def path(self) -> Path | None:
@@ -108,7 +101,7 @@ class Measurements:
         return None if self.directory is None else self.directory / measurement_store.file_name(self.setup)
 
     def cluster(self) -> Cluster:
-        """The cluster as stored, else as `calibrate` measures it now (about 2 s).
+        """The cluster as stored, else as `calibrate` measures it now (about 2 s); with `refresh` all collectives (about 3 s).
 
         What is stored is measured again where one exchange now takes six times as long as it should, or a sixth.
         """
@@ -117,7 +110,8 @@ class Measurements:
             return stored
         again = "" if stored is None else " again, since exchanges take another time than when it was measured"
         self._tell(f"measuring this machine{again} (about 2 s)")
-        cluster = calibrate(device=self.device, num_nodes=self.setup["num_nodes"])
+        ops = USUAL_COLLECTIVES if self._refreshed is None else COLLECTIVES
+        cluster = calibrate(device=self.device, num_nodes=self.setup["num_nodes"], collectives=ops)
         self._add({self._name("cluster"): cluster.to_dict()})
         return cluster
 
@@ -184,7 +178,7 @@ class Measurements:
             self.save()
 
     def _name(self, kind: str, *words: str) -> str:
-        return f"{kind} {hashlib.sha256(json.dumps([self._conditions, *words]).encode()).hexdigest()[:32]}"
+        return f"{kind} {hashlib.sha256(json.dumps(['', *words]).encode()).hexdigest()[:32]}"
 
     def _seconds(self, name: str) -> float | None:
         value = self.entries[name].value if name in self.entries else None
@@ -198,8 +192,11 @@ class Measurements:
             cluster = None if entry is None else Cluster.from_dict(entry.value)
         except ClusterError:
             return None
-        known = cluster is not None and cluster.num_devices == world_size()
-        return cluster if known and cluster.num_nodes == self.setup["num_nodes"] else None  # type: ignore[union-attr]
+        if cluster is None or (cluster.num_devices, cluster.num_nodes) != (world_size(), self.setup["num_nodes"]):
+            return None
+        groups = mesh_groups(cluster.num_devices, devices_per_node=cluster.devices_per_node)
+        complete = all(("all_reduce", group.size, group.stride) in cluster.collectives for group in groups)
+        return cluster if complete else None  # older measurements have the group of all ranks only
 
     def _tell(self, line: str) -> None:
         if self._progress is not None and own_rank() == 0:
@@ -216,7 +213,7 @@ def _directory(directory: Path | str | None) -> Path | None:
 def _links_are_as_in(cluster: Cluster, device: torch.device) -> bool:
     """Whether one small all_reduce takes about as long as `cluster` says: the same answer on all ranks. Collective."""
     ranks = world_size()
-    curve = cluster.collectives.get(("all_reduce", "intra" if cluster.num_nodes == 1 else "inter", ranks))
+    curve = cluster.collectives.get(("all_reduce", ranks, 1))
     if curve is None:
         return ranks == 1
     sizes = [s for s, t in zip(curve.sizes, curve.seconds, strict=True) if s <= _CHECK_BYTES and t <= _CHECK_SECONDS]

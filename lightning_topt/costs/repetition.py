@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 _AGREE = 1.2  # two times are the same within this factor
 _MAX_ROUNDS = 5
 
+Part = TypeVar("Part", bound=Hashable)
 Times = Mapping[Any, float]  # seconds by what was measured; less is better
 
 
 def repeat_parts(
-    parts: Mapping[str, Callable[[], Times]], *, seconds_left: Callable[[], float]
-) -> dict[str, dict[Hashable, float]]:
+    parts: Mapping[Part, Callable[[], Times]], *, seconds_left: Callable[[], float]
+) -> dict[Part, dict[Hashable, float]]:
     """Measure every part in two halves, one after all others; repeat those whose two fastest rounds differ; keep the fastest.
 
     Two rounds differ when a time in one is more than 20 % above the same time in the other. There are at most five rounds,
@@ -22,7 +23,7 @@ def repeat_parts(
 
     All ranks must get the same times and seconds (`ranks.average`), as they then repeat the same parts.
     """
-    rounds: dict[str, list[Times]] = {name: [] for name in parts}
+    rounds: dict[Part, list[Times]] = {name: [] for name in parts}
     for _ in range(2):
         for name, measure in parts.items():
             rounds[name].append(measure())

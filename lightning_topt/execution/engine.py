@@ -1,99 +1,203 @@
-"""An engine runs one plan on one rank: it puts the module on the mesh, steps, saves, loads, and takes it back.
+"""The engine runs one plan on one rank: it applies the plan to the module, steps, saves, loads, and takes the plan back.
 
 A plain object that knows torch, not Lightning; ten lines of plain PyTorch drive it:
 
-    engine = build_engine(plan, module, device=device)
-    model = engine.parallelize()                 # call the model through this
+    engine = Engine(plan, module, device=device)
+    model = engine.apply()                        # call the model through this
     optimizer = torch.optim.AdamW(module.parameters())
     engine.attach_optimizers([optimizer])
     for batch in loader:
-        model(batch).backward(); optimizer.step(); optimizer.zero_grad()
-    engine.release()                             # the module is whole again
-    engine.close()                               # once `exchange_state` is saved, where the plan has a gradient exchange
+        engine.run_step(batch.chunk(4), lambda model, microbatch: model(microbatch))
+        optimizer.step(); optimizer.zero_grad()
+    engine.release()                              # the module is whole again
+    engine.close()                                # once `exchange_state` is saved, where the plan has a gradient exchange
+
+How a block is run is the techniques' knowledge: the engine applies them in the order of the registry and undoes them in the
+reverse order.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology
-from lightning_topt.execution import full_state
-from lightning_topt.execution.blocks import check_blocks, owned_pieces, owners_of, recomputed_blocks
-from lightning_topt.execution.checkpointing import apply_recomputation, remove_recomputation
-from lightning_topt.execution.mesh import build_mesh, check_world_size
-from lightning_topt.execution.sharded import Sharding, broadcast_buffers
-from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.execution.attached_optimizer import AttachedOptimizer
+from lightning_topt.execution.gathered_state import gather_module_state, place_module_state
+from lightning_topt.execution.mesh import check_world_size, layout_difference
+from lightning_topt.execution.schedule import Action, single_stage_schedule
+from lightning_topt.execution.sharded_checkpoint import StoredModule
+from lightning_topt.optim import sharded_gradients
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.techniques.block_parameters import check_blocks, check_tied, parameters_by_block
+from lightning_topt.techniques.registry import TECHNIQUES, check_runs
+from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions
 
 State = dict[str, Any]
+LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
-class Engine(ABC):
-    """What every way of running a plan can do. `release` undoes `parallelize`; both are collective calls."""
+@final
+class Engine:
+    """Runs `plan` on `module`. Methods that talk to other ranks are collective calls, and say so.
 
-    def __init__(self, plan: ParallelPlan, module: nn.Module, *, device: torch.device) -> None:
+    Raises PlanError when the plan does not belong to this module or this number of ranks, or nothing runs it.
+    """
+
+    def __init__(
+        self, plan: ParallelPlan, module: nn.Module, *, device: torch.device, options: RunOptions | None = None
+    ) -> None:
         check_world_size(plan, dist.get_world_size())
-        check_blocks(plan, module)
+        if len(plan.stages) > 1:
+            raise PlanError("this release runs plans of one stage")
         self.plan, self.module, self.device = plan, module, device
-        self.optimizers: list[Optimizer] = []
-        self.exchange: CompressedExchange | None = None  # of the plan's gradients, once parallelized
+        self._configs = {block.block: block.config for block in plan.blocks}
+        self._options = options or RunOptions()
+        self._applied: list[Applied] = []
+        self._model: nn.Module = module
+        self._optimizers: dict[Optimizer, AttachedOptimizer] = {}
+        self._schedules: dict[int, tuple[Action, ...]] = {}
+        self.exchange: CompressedExchange | None = None  # of the plan's gradients, once applied
+        try:
+            check_runs(plan.mesh, self._configs, plan.gradient_exchange)
+            check_blocks(self._configs, module, made_for=plan.model)
+            self._parameters = parameters_by_block(module, self._configs)
+            check_tied(self._parameters, self._configs)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
 
-    @abstractmethod
-    def parallelize(self) -> nn.Module:
-        """Apply the plan to the module in place; returns what forward must be called through."""
+    @property
+    def has_shards(self) -> bool:
+        """Whether parameters are in shards now, so that taking the plan back needs every rank."""
+        return any(applied.replaced for applied in self._applied)
 
-    @abstractmethod
+    def apply(self, *, wrapped: DistributedDataParallel | None = None) -> nn.Module:
+        """Apply the plan to the module in place; returns what forward must be called through. A collective call.
+
+        `wrapped` is the module in a DistributedDataParallel that exists: it is used where all gradients are whole, and must
+        not be there otherwise.
+        """
+        assert wrapped is None or self.plan.keeps_gradients_whole, "DDP would average gradients that are to be sharded"
+        model = ParallelModel(
+            module=self.module,
+            mesh=self.plan.mesh,
+            configs=self._configs,
+            parameters=self._parameters,
+            device=self.device,
+            root=self.module if wrapped is None else wrapped,
+            exchange=self.plan.gradient_exchange,
+            options=self._options,
+        )
+        for technique in TECHNIQUES:
+            if (applied := technique.apply(model)) is not None:
+                self._applied.append(applied)
+                self.exchange = applied.exchange or self.exchange
+        self._model = model.root
+        _say_where_nodes_differ(self.plan, self._options.topology)
+        return self._model
+
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make ``step`` of optimizers that were built over the parallelized module follow the plan."""
+        """Make ``step`` of optimizers over the module's parameters, old or new, follow the plan. A collective call."""
+        replaced = {original: new for applied in self._applied for original, new in applied.replaced.items()}
+        attach = [applied.attach for applied in self._applied]
+        for optimizer in optimizers:
+            self._optimizers[optimizer] = AttachedOptimizer(optimizer, replaced=replaced, attach=attach)
 
-    @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward accumulates gradients and leaves the exchange to a later backward, where that helps."""
+    # ---- steps ----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def before_forward(self) -> None:
-        """To be called before each forward pass."""
+    def run_step(self, microbatches: Sequence[Any], loss_fn: LossFunction) -> Tensor:
+        """Run forward and backward of all microbatches; gradients are those of the mean loss. Returns losses (n,).
 
-    @abstractmethod
-    def module_state(self) -> State:
-        """The module's full state on rank 0; other ranks may return a part. A collective call."""
+        `loss_fn` is called with the model and a microbatch. A collective call.
+        """
+        count = len(microbatches)
+        losses: dict[int, Tensor] = {}
+        for action in self._schedules.setdefault(count, single_stage_schedule(count)):
+            index = action.microbatch_index
+            with nullcontext() if action.exchanges else self.no_sync():
+                if action.kind == "forward":
+                    losses[index] = loss_fn(self._model, microbatches[index])
+                else:
+                    (losses[index] / count).backward()  # type: ignore[no-untyped-call]
+                    losses[index] = losses[index].detach()
+        return torch.stack([losses[index] for index in range(count)])
 
-    @abstractmethod
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Within it, backward accumulates gradients and leaves the exchange to a later backward, where that helps.
+
+        Gradients that are sharded over all ranks are exchanged all the same: to keep them whole until the last backward
+        would need the very memory that such a plan was chosen to save.
+        """
+        with ExitStack() as stack:
+            for applied in self._applied:
+                stack.enter_context(applied.no_sync())
+            yield
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients to a common norm of at most `max_norm`; returns the norm before. A collective call."""
+        return sharded_gradients.clip_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        """Clamp every gradient to [-`clip_value`, `clip_value`]."""
+        sharded_gradients.clip_value_(parameters, clip_value)
+
+    # ---- states ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, full: bool = True) -> State:
+        """Return ``{"module", "optimizers", "exchange"}``, whole on rank 0 or, not `full`, in shards. A collective call."""
+        return {
+            "module": self.module_state(full=full),
+            "optimizers": [self.optimizer_state(optimizer, full=full) for optimizer in self._optimizers],
+            "exchange": self.exchange_state(),
+        }
+
+    def load(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Take over what `state_dict` returned on rank 0 in full form, given to all ranks. A collective call."""
+        self.load_module_state(state["module"], strict=strict)
+        for optimizer, of_optimizer in zip(self._optimizers, state["optimizers"], strict=True):
+            self.load_optimizer_state(optimizer, of_optimizer)
+        if self.exchange is not None and state.get("exchange") is not None:
+            self.load_exchange_state(state["exchange"])
+
+    def module_state(self, *, full: bool = True) -> State:
+        """Return the module's state: whole on rank 0 (other ranks may return a part), or in shards. A collective call."""
+        self._reshard()
+        state = self.module.state_dict()
+        return gather_module_state(state) if full and self.has_shards else state
+
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load a full state."""
+        """Load a whole state, each rank its part, or a stored one, of which each rank reads its part."""
+        self._reshard()
+        own = self.module.state_dict()
+        if isinstance(state, StoredModule):
+            state = state.read(like=own)
+        self.module.load_state_dict(place_module_state(state, own) if self.has_shards else state, strict=strict)
 
-    @abstractmethod
-    def optimizer_state(self, optimizer: Optimizer) -> State:
-        """The optimizer's full state on rank 0; other ranks may return a part. A collective call."""
+    def optimizer_state(self, optimizer: Optimizer, *, full: bool = True) -> State:
+        """Return the optimizer's state, also after `release`; as `module_state`. A collective call."""
+        attached = self._optimizers.get(optimizer)
+        if attached is None:
+            return optimizer.state_dict()
+        return attached.full_state() if full else attached.own_state()
 
-    @abstractmethod
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a full state; each rank keeps its part."""
+        """Load a whole state, each rank its part, or a stored one, of which each rank reads its part."""
+        self._optimizers[optimizer].load(state)
 
-    @abstractmethod
     def optimizer_state_to_host(self) -> None:
         """Take the optimizers' state off the device for good: `optimizer_state` still returns it. A collective call."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Undo `parallelize` and `attach_optimizers`: the module is whole and plain on every rank."""
-
-    def return_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Give an optimizer that is used again after `release` its whole state, on every rank. A collective call."""
-        return None
+        for attached in self._optimizers.values():
+            attached.to_host()
 
     def exchange_state(self) -> State | None:
         """What the gradient exchange holds back on all ranks, whole on rank 0, also after `release`; None without one.
@@ -107,215 +211,35 @@ class Engine(ABC):
         assert self.exchange is not None, "the plan has no gradient exchange"
         self.exchange.load_state_dict(state)
 
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Undo `apply` and `attach_optimizers`: the module is whole and plain on every rank. A collective call."""
+        for attached in self._optimizers.values():
+            attached.release()
+        for applied in reversed(self._applied):
+            applied.undo()
+        self._applied, self._model = [], self.module
+
+    def return_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Give an optimizer that is used again after `release` its whole state, on every rank. A collective call."""
+        if optimizer in self._optimizers:
+            self._optimizers[optimizer].give_back()
+
     def close(self) -> None:
         """End what outlives `release`: the thread and the memory of the gradient exchange."""
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None
 
-
-class ReplicatedEngine(Engine):
-    """Whole gradients on every rank (ZeRO stages 0 and 1), through torch's DistributedDataParallel.
-
-    Where the plan has a gradient exchange, that is its communication hook; see `build_engine`.
-    """
-
-    def __init__(
-        self,
-        plan: ParallelPlan,
-        module: nn.Module,
-        *,
-        device: torch.device,
-        wrap: Callable[[nn.Module], nn.Module] | None = None,
-        topology: Topology | None = None,
-        nonfinite: str = "error",
-    ) -> None:
-        super().__init__(plan, module, device=device)
-        self._wrap = wrap or self._wrap_ddp
-        self._topology, self._nonfinite = topology, nonfinite
-        self._owners: dict[Tensor, int] = {}
-        self._steps: dict[Optimizer, ParallelStep] = {}
-        self._model: nn.Module = module
-
-    def _wrap_ddp(self, module: nn.Module) -> nn.Module:
-        device_ids = None if self.device.type == "cpu" else [self.device.index]
-        return DistributedDataParallel(module.to(self.device), device_ids=device_ids, gradient_as_bucket_view=True)
-
-    @override
-    def parallelize(self) -> nn.Module:
-        apply_recomputation(self.module, recomputed_blocks(self.plan))
-        self._model = self._wrap(self.module)
-        if self.plan.gradient_exchange is not None:
-            self.exchange = self._register(replace(self.plan.gradient_exchange, nonfinite=self._nonfinite))
-        self._owners = owners_of(self.plan, self.module)
-        return self._model
-
-    def _register(self, options: ExchangeOptions) -> CompressedExchange:
-        assert isinstance(self._model, DistributedDataParallel)
-        exchange = CompressedExchange(options, topology=self._topology, device=self.device)
-        exchange.register(self._model)
-        return exchange
-
-    @override
-    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = list(optimizers)
-        for optimizer in self.optimizers:
-            if pieces := owned_pieces(optimizer, self._owners):
-                self._steps[optimizer] = install_parallel_step(optimizer, pieces=pieces)
-
-    @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        if isinstance(self._model, DistributedDataParallel):
-            return self._model.no_sync()
-        return nullcontext()
-
-    @override
-    def before_forward(self) -> None:
-        return None
-
-    @override
-    def module_state(self) -> State:
-        return self.module.state_dict()
-
-    @override
-    def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        self.module.load_state_dict(state, strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> State:
-        step = self._steps.get(optimizer)
-        if step is None:
-            return optimizer.state_dict()
-        step.consolidate_state_dict()
-        return step.state_dict() if dist.get_rank() == 0 else {}
-
-    @override
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        optimizer.load_state_dict(dict(state))
-
-    @override
-    def optimizer_state_to_host(self) -> None:
-        for optimizer in self.optimizers:
-            for values in optimizer.state.values():
-                values.update({k: v.cpu() for k, v in values.items() if isinstance(v, Tensor)})
-
-    @override
-    def release(self) -> None:
-        for step in self._steps.values():
-            step.detach()
-        remove_recomputation(self.module)
-        self._model, self.optimizers = self.module, []
+    def _reshard(self) -> None:
+        for applied in self._applied:
+            applied.reshard()
 
 
-class ShardedEngine(Engine):
-    """Sharded gradients, and sharded parameters where the plan says so (ZeRO stages 2 and 3), through torch's FSDP2.
-
-    Optimizers may have been built before `parallelize`: they follow the parameters there and, in `release`, back. Their
-    state stays in shards then, for checkpoints, unless it is wanted (`return_optimizer_state`).
-    """
-
-    def __init__(self, plan: ParallelPlan, module: nn.Module, *, device: torch.device) -> None:
-        super().__init__(plan, module, device=device)
-        self._sharding: Sharding | None = None
-        self._after: dict[Optimizer, State] = {}  # states once released: in shards, or whole on the host of rank 0
-        self._on_host = False
-
-    @property
-    def sharding(self) -> Sharding:
-        """The applied sharding."""
-        assert self._sharding is not None, "parallelize() comes first"
-        return self._sharding
-
-    @override
-    def parallelize(self) -> nn.Module:
-        apply_recomputation(self.module, recomputed_blocks(self.plan))
-        mesh = build_mesh(self.plan, self.device)
-        self._sharding = Sharding(self.module, self.plan, mesh=mesh, device=self.device)
-        return self._sharding.root
-
-    @override
-    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = list(optimizers)
-        replaced = self.sharding.replaced
-        for optimizer in self.optimizers:
-            full_state.follow_parameters(optimizer, replaced)
-
-    @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        # Every backward reduces into the shards: keeping whole gradients until the last one would need the very memory
-        # that a sharded plan was chosen to save.
-        return nullcontext()
-
-    @override
-    def before_forward(self) -> None:
-        broadcast_buffers(self.module)
-
-    @override
-    def module_state(self) -> State:
-        self.sharding.reshard()
-        return full_state.gather_module_state(self.module.state_dict())
-
-    @override
-    def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        self.sharding.reshard()
-        self.module.load_state_dict(full_state.shard_module_state(state, self.module.state_dict()), strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> State:
-        if self._on_host:
-            return self._after[optimizer]
-        state = self._after[optimizer] if optimizer in self._after else optimizer.state_dict()
-        return full_state.gather_sharded_optimizer_state(state)
-
-    @override
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        optimizer.load_state_dict(full_state.shard_optimizer_state(optimizer, state))
-
-    @override
-    def optimizer_state_to_host(self) -> None:
-        self._after = {optimizer: self.optimizer_state(optimizer) for optimizer in self.optimizers}
-        self._on_host = True
-
-    @override
-    def return_optimizer_state(self, optimizer: Optimizer) -> None:
-        if self._on_host:
-            box = [self._after[optimizer]]
-            dist.broadcast_object_list(box, 0)
-            optimizer.load_state_dict(box[0])
-        else:
-            gathered = full_state.gather_sharded_optimizer_state(self._after.pop(optimizer), everywhere=True)
-            optimizer.load_state_dict(gathered)
-
-    @override
-    def release(self) -> None:
-        if self._sharding is not None:
-            if not self._on_host:
-                self._after = {optimizer: optimizer.state_dict() for optimizer in self.optimizers}
-            back = {new: original for original, new in self._sharding.replaced.items()}
-            for optimizer in self.optimizers:
-                optimizer.state.clear()
-                full_state.follow_parameters(optimizer, back)
-            self._sharding.remove()
-            self._sharding = None
-        remove_recomputation(self.module)
-        self.optimizers = []
-
-
-def build_engine(
-    plan: ParallelPlan,
-    module: nn.Module,
-    *,
-    device: torch.device,
-    wrap: Callable[[nn.Module], nn.Module] | None = None,
-    topology: Topology | None = None,
-    nonfinite: str = "error",
-) -> Engine:
-    """The engine that runs `plan`.
-
-    `wrap` replaces the default DistributedDataParallel wrapping of replicated plans. `topology` (None: from the environment)
-    and `nonfinite` (see `ExchangeOptions`) are for their gradient exchange.
-    Raises PlanError when the plan does not belong to this module or this number of ranks.
-    """
-    if plan.is_sharded:
-        return ShardedEngine(plan, module, device=device)
-    return ReplicatedEngine(plan, module, device=device, wrap=wrap, topology=topology, nonfinite=nonfinite)
+def _say_where_nodes_differ(plan: ParallelPlan, topology: Topology | None) -> None:
+    if dist.get_rank() != 0 or len(plan.mesh.axes) == 1:
+        return
+    nodes = topology or Topology.from_environment(rank=0, world_size=dist.get_world_size())
+    if difference := layout_difference(plan.mesh, ranks_per_node=nodes.ranks_per_node):
+        warnings.warn(f"topt: {difference}", stacklevel=3)

@@ -1,27 +1,37 @@
-"""The device mesh and the process groups of a plan."""
+"""Whether a plan's mesh belongs to the ranks and nodes of a run."""
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
+from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-
-
-def build_mesh(plan: ParallelPlan, device: torch.device) -> DeviceMesh:
-    """The plan's mesh over all ranks, with one axis ``data_parallel``.
-
-    Raises PlanError when the plan was made for another number of ranks.
-    """
-    check_world_size(plan, dist.get_world_size())
-    return init_device_mesh(device.type, (plan.data_parallel_size,), mesh_dim_names=("data_parallel",))
 
 
 def check_world_size(plan: ParallelPlan, world_size: int) -> None:
     """Raise PlanError unless the plan is for `world_size` ranks."""
-    if plan.data_parallel_size != world_size:
+    if plan.mesh.size != world_size:
         raise PlanError(
-            f"the plan is for {plan.data_parallel_size} ranks, this run has {world_size}; start "
-            f"{plan.data_parallel_size} ranks (devices x num_nodes) or make a plan for {world_size}"
+            f"the plan is for {plan.mesh.size} ranks, this run has {world_size}; start "
+            f"{plan.mesh.size} ranks (devices x num_nodes) or make a plan for {world_size}"
         )
+
+
+def layout_difference(mesh: Mesh, *, ranks_per_node: int) -> str | None:
+    """Return how the nodes of a run differ from those that `mesh` was made for, as a sentence, or None.
+
+    A plan runs correctly on any nodes, only at another speed. With a single axis there is nothing to choose between, and
+    its scope is not compared.
+    """
+    if len(mesh.axes) == 1:
+        return None
+    for index, axis in enumerate(mesh.axes):
+        neighbours = [rank * mesh.stride([index]) for rank in range(axis.size)]  # the group of rank 0
+        crosses = len({rank // ranks_per_node for rank in neighbours}) > 1
+        if axis.size > 1 and crosses != (axis.scope == "inter"):
+            made, here = (
+                ("between nodes", "inside a node") if axis.scope == "inter" else ("inside a node", "between nodes")
+            )
+            return (
+                f"the plan has its axis {axis.name} {made}, and in this run (nodes of {ranks_per_node} ranks) it lies {here}: "
+                "the plan runs as it is, and another may be faster here"
+            )
+    return None

@@ -17,38 +17,29 @@ _BINS = 4096
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
-def pareto_rows(costs: Array, *, pivots: int | None = None) -> Rows:
-    """Indices of the Pareto-minimal rows of `costs` (n, c); of equal rows one is kept.
+def pareto_rows(costs: Array) -> Rows:
+    """Return indices of the Pareto-minimal rows of `costs` (n, c); of equal rows one is kept.
 
     The order is that of the first column in which rows differ from others when at most two columns matter (ascending),
-    unspecified otherwise. With `pivots`, only that many good rows are used to filter: the answer is then a superset of
-    the minimal rows, without equal rows, found in O(n * pivots).
+    unspecified otherwise.
     """
     rows = unique_rows(costs)
     ranks = _distinct_columns(_ranks(costs[rows]))
     if ranks.shape[1] <= 2:
         return rows[_sweep(ranks[:, 0], ranks[:, -1])] if ranks.shape[1] else rows[:1]
-    return rows[_filter(ranks, pivots)]
+    return rows[_filter(ranks)]
 
 
 def pareto_rows_2(first: Array, second: Array) -> Rows:
-    """`pareto_rows` of two columns (n,), sorted by `first` ascending, `second` then descends: sort and sweep."""
+    """Return `pareto_rows` of two columns (n,), sorted by `first` ascending, `second` then descends: sort and sweep."""
     if len(first) <= 4 * _BINS:
         return _sweep(first, second)
     rows = np.flatnonzero(_not_behind(first, second))
     return rows[_sweep(first[rows], second[rows])]
 
 
-def thin_rows(costs: Array, *, widths: Array) -> Rows:
-    """Indices of rows such that every row of `costs` (n, c) has one at most `widths` (c,) above it in each column.
-
-    The minimal cells of a grid: a point whose cell is below y's in every column exceeds y by less than one cell width.
-    """
-    return pareto_rows((costs - costs.min(axis=0)) // widths)
-
-
 def unique_rows(costs: Array) -> Rows:
-    """Indices of one row out of every set of equal rows of `costs` (n, c)."""
+    """Return indices of one row out of every set of equal rows of `costs` (n, c)."""
     if len(costs) == 0 or costs.shape[1] == 0:
         return np.arange(min(len(costs), 1))
     words = (np.ascontiguousarray(costs) + 0.0).view(np.uint64)  # + 0.0 makes -0.0 and 0.0 the same bits
@@ -99,7 +90,7 @@ def _distinct_columns(ranks: NDArray[np.unsignedinteger]) -> NDArray[np.unsigned
     return ranks[:, sorted(seen.values())]
 
 
-def _filter(ranks: NDArray[np.unsignedinteger], pivots: int | None) -> Rows:
+def _filter(ranks: NDArray[np.unsignedinteger]) -> Rows:
     """Blockwise: in the order of the rank sum a row can only be dominated by an earlier one."""
     order = np.argsort(ranks.sum(axis=1, dtype=np.int64), kind="stable")
     columns = np.ascontiguousarray(ranks[order].T)
@@ -109,11 +100,10 @@ def _filter(ranks: NDArray[np.unsignedinteger], pivots: int | None) -> Rows:
     for start in range(0, len(order), _BLOCK):
         block = columns[:, start : start + _BLOCK]
         alive = np.arange(block.shape[1])
-        for begin in range(0, count if pivots is None else min(count, pivots), _CHUNK):
+        for begin in range(0, count, _CHUNK):
             alive = alive[~_dominated(block[:, alive], kept[:, begin : min(begin + _CHUNK, count)])]
-        if pivots is None or count < pivots:
-            inside = block[:, alive]
-            alive = alive[~_dominated(inside, inside, itself=True)]
+        inside = block[:, alive]
+        alive = alive[~_dominated(inside, inside, itself=True)]
         kept[:, count : count + len(alive)] = block[:, alive]
         count += len(alive)
         rows.append(order[start + alive])

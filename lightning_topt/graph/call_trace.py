@@ -65,7 +65,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, outside: Iterable[Tensor], *, backups: Backups | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._current: CallTrace | None = None
+        self._open: list[CallTrace] = []
         self._backups = backups
         self._serials: dict[int, int] = {}
         self._references: dict[int, Any] = {}
@@ -83,12 +83,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def call(self) -> Iterator[CallTrace]:
-        """Trace what runs inside."""
-        before, self._current = self._current, CallTrace()
+        """Trace what runs inside, also what runs in calls inside of it."""
+        self._open.append(CallTrace())
         try:
-            yield self._current
+            yield self._open[-1]
         finally:
-            self._current = before
+            self._open.pop()
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and note what it reads and writes."""
@@ -97,16 +97,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         written = written_tensors(func, args, kwargs)
         if self._backups is not None:
+            for tensor in tensors_in((args, kwargs)):  # before a view of it is met
+                if is_strided(tensor):
+                    self._serial(tensor, "met")
             self._backups.before_write(t for t in written if self._serial(t, "met") not in self._made)
-        call = self._current
-        if call is not None:
-            tensors: list[Tensor] = []
-            frozen = freeze((args, tuple(kwargs.items())), tensors)
-            call.operators.append((func, frozen))
-            call.sources.append([self._source(call, tensor) for tensor in tensors])
-            call.has_effects |= is_collective(func) or any(
-                isinstance(value, torch.Generator) for value in (*args, *kwargs.values())
-            )
+        if self._open:
+            self._note(func, args, kwargs)
         if is_collective(func):
             out = run_collective(func, args, kwargs, real=self._backups is not None)
         else:
@@ -114,10 +110,23 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             serial = self._serial(tensor, "made")
             self._versions[serial] = self._versions.get(serial, 0) + 1
-        for tensor in tensors_in(out):
+        self.note_made(tensors_in(out))
+        return out
+
+    def note_made(self, tensors: Iterable[Tensor]) -> None:
+        """Note that the calls under way have made `tensors`, unless their memory is known."""
+        for tensor in tensors:
             if is_strided(tensor):
                 self._serial(tensor, "made")
-        return out
+
+    def _note(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
+        tensors: list[Tensor] = []
+        operator = func, freeze((args, tuple(kwargs.items())), tensors)
+        has_effects = is_collective(func) or any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
+        for call in self._open:
+            call.operators.append(operator)
+            call.sources.append([self._source(call, tensor) for tensor in tensors])
+            call.has_effects |= has_effects
 
     def _source(self, call: CallTrace, tensor: Tensor) -> Source:
         serial = self._serial(tensor, "met")
@@ -134,9 +143,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._serials[address] = self._count
         if kind == "made":
             self._made.add(self._count)
-        if self._current is not None:
-            own = self._current.own
-            own[self._count] = kind, len(own)
+        for call in self._open:
+            call.own[self._count] = kind, len(call.own)
 
         def freed(_: object) -> None:
             del self._serials[address], self._references[address]

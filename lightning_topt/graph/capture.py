@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from torch import nn
 
 from lightning_topt.graph.assemble import assemble
-from lightning_topt.graph.batches import batch_sizes, common_size
+from lightning_topt.graph.blocks import choose_blocks, may_repeat
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, may_need_values
-from lightning_topt.graph.no_trace import no_trace
+from lightning_topt.graph.no_trace import no_collection, no_trace
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recording import Recording
-from lightning_topt.graph.second_calls import find_recomputable
+from lightning_topt.graph.sample_counts import batch_sizes, common_size
+from lightning_topt.graph.second_calls import find_repeatable
 from lightning_topt.graph.step_run import StepRun
 
 __all__ = ["CaptureError", "capture", "may_need_values"]
@@ -64,9 +66,10 @@ def capture(
     _check_device(torch.device(device))
     _check_options(module, second_batch, batch_scaling=batch_scaling, real=real, device=torch.device(device))
     step = StepRun(module, forward_context, torch.device(device), real)
-    with no_trace(module), torch.compiler.set_stance("force_eager"):
+    collection = nullcontext() if real else no_collection()
+    with no_trace(module), torch.compiler.set_stance("force_eager"), collection:
         if not batch_scaling:
-            copied, recording, input_bytes = step.record(batch)
+            copied, recording, input_bytes = step.record(batch, unlike=set())
             size = common_size(batch)
             graph = assemble(
                 copied,
@@ -75,7 +78,7 @@ def capture(
                 sizes=(size, size),
                 input_bytes=(input_bytes, input_bytes),
             )
-            return _with_second_calls(graph, step, batch, recording=recording)
+            return _finish(graph, step, batch, recording=recording)
         return _capture_two_sizes(step, batch, second_batch)
 
 
@@ -86,8 +89,9 @@ def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None) -> O
     if sizes[0] == 1 and not step.real:
         # A dimension of size one is special to operators (views instead of copies): capture larger batches.
         small, sizes = large, (2, 4)
-    copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]))
-    _, second, second_bytes = step.record(large[0], samples=(large[1], sizes[1]))
+    unlike: set[Hashable] = set()
+    copied, first, first_bytes = step.record(small[0], samples=(small[1], sizes[0]), unlike=unlike)
+    _, second, second_bytes = step.record(large[0], samples=(large[1], sizes[1]), unlike=unlike)
     graph = assemble(
         copied,
         (first, second),
@@ -95,19 +99,22 @@ def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None) -> O
         sizes=sizes,
         input_bytes=(first_bytes, second_bytes),
     )
-    return _with_second_calls(graph, step, small[0], recording=first, samples=(small[1], sizes[0]))
+    return _finish(graph, step, small[0], recording=first, samples=(small[1], sizes[0]))
 
 
-def _with_second_calls(
+def _finish(
     graph: OpGraph, step: StepRun, batch: Any, *, recording: Recording, samples: tuple[int, int] = (1, 1)
 ) -> OpGraph:
-    """The graph in which only blocks whose second call does what the first did are recomputable."""
-    candidates = [block.name for block in graph.blocks if block.recomputable]
+    """The graph with what second calls of its modules did, cut into the blocks that are chosen where nobody says otherwise."""
+    calls = Counter(call.module for call in graph.step.calls)
+    candidates = [call.module for call in graph.step.calls if calls[call.module] == 1 and may_repeat(call)]
     if step.real and recording.has_collectives:
         candidates = []  # ranks might differ in them, and would wait for one another
-    found = find_recomputable(step, batch, candidates=candidates, samples=samples)
-    blocks = [dataclasses.replace(block, recomputable=block.name in found) for block in graph.blocks]
-    return dataclasses.replace(graph, blocks=tuple(blocks))
+    repetitions = recording.repetitions
+    found = find_repeatable(step, batch, candidates=candidates, samples=samples, repetitions=repetitions)
+    modules = tuple(dataclasses.replace(m, repeatable=True) if m.path in found else m for m in graph.step.modules)
+    graph = dataclasses.replace(graph, step=dataclasses.replace(graph.step, modules=modules))
+    return graph.with_blocks(choose_blocks(graph))
 
 
 def _check(module: nn.Module) -> None:

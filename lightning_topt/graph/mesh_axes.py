@@ -86,6 +86,6 @@ def data_mesh(size: int, *, scope: str = "intra") -> Mesh:
     return Mesh((Axis("data", size, scope),))
 
 
-def hybrid_mesh(replicate: int, shard: int, *, shard_scope: str = "intra") -> Mesh:
+def hybrid_mesh(replicate: int, shard: int, *, scopes: tuple[str, str] = ("inter", "intra")) -> Mesh:
     """Return the mesh of hybrid sharding: copies of the model along the first axis, pieces of it along the second."""
-    return Mesh((Axis("data_replicate", replicate, "inter"), Axis("data_shard", shard, shard_scope)))
+    return Mesh((Axis("data_replicate", replicate, scopes[0]), Axis("data_shard", shard, scopes[1])))

@@ -10,6 +10,7 @@ tensors takes care of the latter (`graph.real.Backups`).
 from __future__ import annotations
 
 import builtins
+import gc
 import logging
 import random
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def no_trace(module: nn.Module, *roots: Any) -> Iterator[None]:
     whether gradients are computed, the default dtype and autocast; attributes, lists, dicts, sets, hooks and gradients
     (see [Note: what is saved] in `graph.containers`). `print` without a file and `logging` are silent meanwhile.
     """
-    with _random_states(), _modes_of_torch(), kept_objects(*roots_of(module), *roots):
+    with random_states(), _modes_of_torch(), kept_objects(*roots_of(module), *roots):
         yield
 
 
@@ -49,7 +50,20 @@ def kept_objects(*roots: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _random_states() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
+    """Collect no garbage: a collection takes long, and would end the life of tensors in cycles at no moment of the step."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def random_states() -> Iterator[None]:
+    """Put back, at the end, the random states of torch, NumPy and Python."""
     uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = list(range(torch.cuda.device_count())) if uses_cuda else []
     python_state, numpy_state = random.getstate(), np.random.get_state()

@@ -1,19 +1,24 @@
-"""How one block is placed on the mesh: where its parameters, gradients and optimizer state live.
+"""How an operator or a block of them is placed on the axes of a mesh: as it computes, and as it rests between steps.
 
-The ZeRO stages (Rajbhandari et al., arXiv 1910.02054, section 5) are points of this space:
+A placement per axis, named as in torch's DTensor. Along the data axes of a mesh the ZeRO levels (Rajbhandari et al., arXiv
+1910.02054, section 5) are values of `Storage`:
 
-    stage   parameters    gradients     optimizer_state
+    level   parameters    gradients     optimizer_state
     0       Replicate     Replicate     Replicate          data parallel
     1       Replicate     Replicate     Shard(0)
     2       Replicate     Shard(0)      Shard(0)
     3       Shard(0)      Shard(0)      Shard(0)
+
+Sharded along the last data axis only, and replicated along the others, levels 2 and 3 are hybrid sharding.
 """
 
 from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Partial:
 
 
 Placement = Replicate | Shard | Partial
+Placements = tuple[Placement, ...]  # one per axis of the mesh
 _SHARD = re.compile(r"shard\(([0-9]{1,3})\)")
 
 
@@ -54,44 +60,100 @@ def parse_placement(text: object) -> Placement:
         return Partial()
     if isinstance(text, str) and (found := _SHARD.fullmatch(text)):
         return Shard(int(found[1]))
-    raise ValueError(f"{reprlib.repr(text)} is not a placement; write 'replicate' or 'shard(0)'")
+    raise ValueError(f"{reprlib.repr(text)} is not a placement; write 'replicate', 'partial' or 'shard(0)'")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where parameters, their gradients and the optimizer's state rest between steps: a placement per axis of the mesh.
+
+    Raises ValueError where the three do not name equally many axes, one is partial, or a tensor would be sharded along an
+    axis along which one derived from it is whole.
+    """
+
+    parameters: Placements
+    gradients: Placements
+    optimizer_state: Placements
+
+    def __post_init__(self) -> None:
+        order = (self.parameters, self.gradients, self.optimizer_state)
+        if len({len(placements) for placements in order}) != 1:
+            raise ValueError(f"a storage has one placement per axis for each of its three tensors, got {self}")
+        for along in zip(*order, strict=True):
+            sharded = [isinstance(placement, Shard) for placement in along]
+            if sharded != sorted(sharded) or Partial() in along:
+                raise ValueError(
+                    "sharded parameters need sharded gradients, and those a sharded optimizer state, along each axis, and "
+                    f"none of them may be partial; got {self}"
+                )
+
+    def __str__(self) -> str:
+        kinds = ("parameters", "gradients", "optimizer_state")
+        return ", ".join(f"{kind}={'x'.join(map(str, getattr(self, kind)))}" for kind in kinds)
+
+    @classmethod
+    def zero(cls, level: int, *, axes: int = 1, over: Iterable[int] | None = None) -> Storage:
+        """Return the storage of a ZeRO level on a mesh of `axes` axes, sharded along the axes `over` (None: all).
+
+        Raises ValueError for a level other than 0, 1, 2 and 3.
+        """
+        if level not in range(4):
+            raise ValueError(f"a ZeRO level is 0, 1, 2 or 3; got {level}")
+        along = set(range(axes) if over is None else over)
+
+        def placed(needed: int) -> Placements:
+            return tuple(Shard(0) if level >= needed and axis in along else Replicate() for axis in range(axes))
+
+        return cls(placed(3), placed(2), placed(1))
+
+    def sharded_axes(self, kind: str) -> tuple[int, ...]:
+        """Indices of the axes along which `kind` (``"parameters"``, ``"gradients"``, ``"optimizer_state"``) is sharded."""
+        return self._sharded_axes[kind]
+
+    @cached_property
+    def _sharded_axes(self) -> dict[str, tuple[int, ...]]:
+        kinds = ("parameters", "gradients", "optimizer_state")
+        return {
+            kind: tuple(index for index, placement in enumerate(getattr(self, kind)) if isinstance(placement, Shard))
+            for kind in kinds
+        }
+
+    @cached_property
+    def level(self) -> int:
+        """The ZeRO level along the axes that are sharded at all."""
+        return sum(map(bool, self._sharded_axes.values()))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.parameters, self.gradients, self.optimizer_state))
+
+    def __hash__(self) -> int:  # searches look configurations up by the million
+        return self._hash
 
 
 @dataclass(frozen=True)
 class OpConfig:
-    """One legal placement on the data-parallel axis, and whether the forward is recomputed in the backward pass.
+    """One way to place an operator, or a block whose operators are alike, on a mesh.
 
-    Raises ValueError where a tensor would be sharded while one derived from it is whole on every rank.
+    `storage` says where parameters, gradients and optimizer state rest. `inputs`, `outputs` and `parameters` say how the
+    operator computes: a placement per axis for each tensor; without any, as data parallelism has it (activations split
+    along dim 0 over the data axes, parameters whole). `recompute`: the forward runs again in the backward pass.
     """
 
-    parameters: Placement = Replicate()
-    gradients: Placement = Replicate()
-    optimizer_state: Placement = Replicate()
+    storage: Storage
     recompute: bool = False
+    inputs: tuple[Placements, ...] = ()
+    outputs: tuple[Placements, ...] = ()
+    parameters: tuple[tuple[str, Placements], ...] = ()
 
-    def __post_init__(self) -> None:
-        order = [self.parameters, self.gradients, self.optimizer_state]
-        sharded = [isinstance(placement, Shard) for placement in order]
-        if Partial() in order:
-            raise ValueError("parameters, gradients and optimizer state rest whole or sharded, never partial")
-        if sharded != sorted(sharded):
-            raise ValueError(
-                "sharded parameters need sharded gradients, and those a sharded optimizer state; got "
-                f"parameters={self.parameters}, gradients={self.gradients}, optimizer_state={self.optimizer_state}"
-            )
-        if any(placement.dim != 0 for placement in order if isinstance(placement, Shard)):
-            raise ValueError("data parallelism shards along dim 0 only")
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.storage, self.recompute, self.inputs, self.outputs, self.parameters))
 
-    @property
-    def zero_stage(self) -> int:
-        """0 (data parallel), 1, 2 or 3."""
-        return sum(isinstance(p, Shard) for p in (self.parameters, self.gradients, self.optimizer_state))
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
-    def zero(cls, stage: int, *, recompute: bool = False) -> OpConfig:
-        """The configuration of a ZeRO stage."""
-        if stage not in range(4):
-            raise ValueError(f"a ZeRO stage is 0, 1, 2 or 3; got {stage}")
-        placements: list[Placement] = [Shard(0) if stage >= needed else Replicate() for needed in (3, 2, 1)]
-        parameters, gradients, optimizer_state = placements
-        return cls(parameters, gradients, optimizer_state, recompute)
+    def zero(cls, level: int, *, recompute: bool = False, axes: int = 1, over: Iterable[int] | None = None) -> OpConfig:
+        """Return the configuration of a ZeRO level; see `Storage.zero`."""
+        return cls(Storage.zero(level, axes=axes, over=over), recompute)

@@ -27,8 +27,15 @@ def describe(roots: Iterable[Any]) -> Any:
     return [describer.module(root) if isinstance(root, nn.Module) else describer.value(root) for root in roots]
 
 
+def describe_surroundings(classes: Iterable[type]) -> Any:
+    """Return what the code of `classes` can reach outside of its instances, with tensors by identity."""
+    describer = _Describer(identities=True)
+    return [describer.value(list(_surroundings(cls))) for cls in sorted(classes, key=lambda cls: cls.__qualname__)]
+
+
 class _Describer:
-    def __init__(self) -> None:
+    def __init__(self, *, identities: bool = False) -> None:
+        self._identities = identities
         self._numbers: dict[int, int] = {}
         self._held: list[Any] = []
 
@@ -40,6 +47,8 @@ class _Describer:
         ]
 
     def value(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and self._identities:
+            return "tensor", id(value)
         if isinstance(value, Tensor):
             return "tensor", tuple(value.shape), str(value.dtype), value.requires_grad
         if isinstance(value, np.ndarray):

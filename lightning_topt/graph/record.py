@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_topt.graph.autograd_nodes import AutogradNodes
 from lightning_topt.graph.collective_ops import is_collective, run_collective
 from lightning_topt.graph.kernels import (
     ALLOCATIONS,
@@ -25,12 +25,14 @@ from lightning_topt.graph.kernels import (
     is_view,
     measure,
 )
+from lightning_topt.graph.live_storages import LiveStorages, shape_of
+from lightning_topt.graph.observed_calls import ObservedCall
 from lightning_topt.graph.real import Backups
-from lightning_topt.graph.recording import OUTSIDE, Call, OpRecord, Recording, Shape, Storage
+from lightning_topt.graph.recording import OUTSIDE, Call, OpRecord, Recording, Storage
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.graph.writes import is_strided, written_tensors
 
-SUM_OF_GRADIENTS = "aten::add"
+SUM_OF_GRADIENTS, CAST = "aten::add", "aten::_to_copy"
 
 
 class _Frame:
@@ -48,9 +50,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outside: further tensors that exist before the pass (the batch).
         backups: keeps what the pass on real tensors writes to and others own; None for fake tensors. With it collectives
             are real, and gradients are released as soon as they are complete.
-
-    An autograd node carries a sequence number, counted up by the thread that makes it. The numbers given out since the
-    last low-level call belong to the operator of this call; so a node of the backward pass finds its operator.
     """
 
     def __init__(self, module: nn.Module, outside: Iterable[Tensor], *, backups: Backups | None = None) -> None:
@@ -58,12 +57,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.failed: OpOverload | None = None
         self._backups = backups
-        self._is_backward = False
-        self._live: dict[int, Storage] = {}
-        self._references: dict[int, Any] = {}
-        # Held so that no address of theirs is used again.
-        self._outside = [*module.parameters(), *module.buffers(), *outside]
-        self._outside_ids = {tensor.untyped_storage()._cdata for tensor in self._outside if is_strided(tensor)}
+        self.is_backward = False
+        outside = list(outside)
+        self.memory = LiveStorages(self.recording, [*module.parameters(), *module.buffers(), *outside])
+        self.observed: ObservedCall | None = None
         self._parameters = {
             p.untyped_storage()._cdata: name for name, p in reversed(list(module.named_parameters())) if is_strided(p)
         }
@@ -72,9 +69,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._measured: dict[Frozen, Measured] = {}
         self._counts: Counter[str] = Counter()
         self._frames: list[_Frame] = []
-        self._node_ops: dict[int, int] = {}
-        self._next_node = torch._C._autograd._get_sequence_nr()
-        self._current = 0
+        self.nodes = AutogradNodes()
+        self.current = 0
         self._unclaimed: list[Storage] = []
         self._hook(module)
 
@@ -87,15 +83,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(self)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
             yield
-        self._claim_saved(self._current)
-        self._claim_nodes(self._current)
+        self._claim_saved(self.current)
+        self.nodes.claim(self.current)
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
         """Around the backward pass from `loss`."""
-        self._is_backward = True
-        if loss.grad_fn is not None:
-            self._current = self._node_ops.get(loss.grad_fn._sequence_nr(), self._current)
+        self.is_backward = True
+        self.current = self.nodes.op_of(loss.grad_fn, self.current)
         self.recording.backward_start = len(self.recording.kernel_ops)
         with self:
             yield
@@ -112,42 +107,44 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(self, path: str, is_leaf: bool) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._is_backward:
+            if self.is_backward:
                 return
-            self._claim_nodes(self._current)
+            self.nodes.claim(self.current)
             tick = len(self.recording.kernel_ops)
-            call = Call(path, tick, tick, self._storages((args, kwargs)))
+            call = Call(path, tick, tick, self.memory.within((args, kwargs)))
             self.recording.calls.append(call)
-            op = self._new_op(path, type(module).__name__, (*self._stack(), path)) if is_leaf else None
+            op = self._new_op(path, type(module).__name__, (*self.stack(), path)) if is_leaf else None
             self._frames.append(_Frame(call, op))
 
         return hook
 
     def _exit(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._is_backward:
+            if self.is_backward:
                 return
             # A call that raised, and whose error somebody caught, has left its frame behind.
             while (frame := self._frames.pop()).call.path != path:
                 frame.call.exit = len(self.recording.kernel_ops)
             tensors = list(tensors_in(output))
             call = frame.call
-            call.exit, call.outputs = len(self.recording.kernel_ops), self._storages(tensors)
+            call.exit, call.outputs = len(self.recording.kernel_ops), self.memory.within(tensors)
             call.needs_grad = any(tensor.requires_grad for tensor in tensors)
             if frame.op is not None:
-                self.recording.ops[frame.op].outputs = [_shape(tensor) for tensor in tensors]
-                self._claim_nodes(frame.op)
+                self.recording.ops[frame.op].outputs = [shape_of(tensor) for tensor in tensors]
+                self.nodes.claim(frame.op)
 
         return hook
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.recording.with_gradient.add(name)
-            todo: list[Storage | None] = [*self._storages(parameter.grad)]
+            todo = self.memory.within(parameter.grad)
+            for storage in todo:
+                storage.is_left = True
             while todo:
                 storage = todo.pop()
-                if storage is not None and not storage.is_gradient:
-                    storage.is_gradient = True
+                if storage.gradient_of is None:
+                    storage.gradient_of = name
                     todo += storage.parts
             if self._backups is not None:
                 parameter.grad = None
@@ -159,19 +156,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func._schema.name in QUERIES:
             return func(*args, **kwargs)
-        index = self._backward_op() if self._is_backward else self._forward_op(func)
+        index = self._backward_op() if self.is_backward else self._forward_op(func)
         self.failed = func
         self._keep(func, args, kwargs)
         if is_collective(func):
             self.recording.has_collectives = True
+            if self.observed is not None:
+                self.observed.is_like_others = False
             out = run_collective(func, args, kwargs, real=self._backups is not None)
         else:
             out = func(*args, **kwargs)
         self.failed = None
         if is_view(func):
             op = self.recording.ops[index]
-            if not self._is_backward and not op.outputs:
-                op.outputs = [_shape(tensor) for tensor in tensors_in(out)]
+            if not self.is_backward and not op.outputs:
+                op.outputs = [shape_of(tensor) for tensor in tensors_in(out)]
         else:
             self._record_kernel(index, func, args, kwargs, out)
         return out
@@ -185,19 +184,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = func._schema.name.replace("::", ".")
             name = f"{path}:{kind.rpartition('.')[2]}"
             self._counts[name] += 1
-            index = self._new_op(f"{name}_{self._counts[name]}", kind, self._stack())
-        self._claim_nodes(self._current, keep_last=True)
-        self._claim_nodes(index)
+            index = self._new_op(f"{name}_{self._counts[name]}", kind, self.stack())
+        self.nodes.claim(self.current, keep_last=True)
+        self.nodes.claim(index)
         self._claim_saved(index)
-        self._current = index
+        self.current = index
         return index
 
     def _backward_op(self) -> int:
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            self._current = self._node_ops.get(node._sequence_nr(), self._current)
-        self._claim_nodes(self._current)
-        return self._current
+        self.current = self.nodes.op_of(torch._C._current_autograd_node(), self.current)
+        self.nodes.claim(self.current)
+        return self.current
 
     def _new_op(self, name: str, kind: str, stack: tuple[str, ...]) -> int:
         self._counts[name] += 1
@@ -205,15 +202,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.ops.append(OpRecord(name + suffix, kind, stack))
         return len(self.recording.ops) - 1
 
-    def _stack(self) -> tuple[str, ...]:
+    def stack(self) -> tuple[str, ...]:
+        """The modules whose calls are under way, outermost first."""
         return tuple(frame.call.path for frame in self._frames)
-
-    def _claim_nodes(self, op: int, *, keep_last: bool = False) -> None:
-        """Autograd nodes made since the last claim belong to operator `op`; `keep_last` leaves the newest unclaimed."""
-        until = torch._C._autograd._get_sequence_nr() - keep_last
-        for node in range(self._next_node, until):
-            self._node_ops[node] = op
-        self._next_node = max(self._next_node, until)
 
     # ---- kernels and memory ------------------------------------------------------------------------------------------
 
@@ -227,10 +218,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         record, op, tick = self.recording, self.recording.ops[index], len(self.recording.kernel_ops)
         if func._schema.name not in ALLOCATIONS:
-            (op.backward if self._is_backward else op.forward).append(kernel)
-        sources = self._storages(tensors)
-        is_sum = self._is_backward and func._schema.name == SUM_OF_GRADIENTS and len(sources) == 2
-        if not self._is_backward:
+            (op.backward if self.is_backward else op.forward).append(kernel)
+        sources = self.memory.within(tensors)
+        is_sum = self.is_backward and func._schema.name == SUM_OF_GRADIENTS and len(sources) == 2
+        if not self.is_backward:
             self._read(index, tensors, sources)
             self._write(index, func, args, kwargs)
         outputs = list(tensors_in(out))
@@ -238,11 +229,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # gradient and it is no view. Counting the sum from the next tick on, when the parts may be gone, is the same.
         born = tick + 1 if is_sum and not args[0]._is_view() else tick
         for tensor in outputs:
-            self._track(tensor, born, index, tuple(sources) if is_sum else ())
-        if hidden := hidden_bytes(func, args):
-            self._live[outputs[-1].untyped_storage()._cdata].bytes += int(hidden)
-        if not self._is_backward and not op.outputs:
-            op.outputs = [_shape(tensor) for tensor in outputs]
+            self.memory.track(tensor, born=born, op=index, parts=tuple(sources) if is_sum else ())
+        if self.observed is not None and func._schema.name == CAST:
+            self.observed.cast(args[0], self.memory.of(out))
+        if (hidden := hidden_bytes(func, args)) and (last := self.memory.of(outputs[-1])):
+            last.bytes += int(hidden)
+        if not self.is_backward and not op.outputs:
+            op.outputs = [shape_of(tensor) for tensor in outputs]
         record.kernel_ops.append(index)
         record.workspaces.append(kernel.workspace)
 
@@ -252,6 +245,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = self._parameters.get(tensor.untyped_storage()._cdata)
             if name is not None:
                 op.parameters[name] = None
+            if self.observed is not None:
+                self.observed.read(tensor, self.memory.of(tensor), index)
         for source in sources:
             if source.op != index:
                 self.recording.edges.setdefault((source.op, index), source.shape)
@@ -260,54 +255,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Back up what `func` is going to write to, if it is not of this recording."""
         if self._backups is not None:
             foreign = (t for t in written_tensors(func, args, kwargs) if t.untyped_storage()._cdata not in self._own)
-            self._backups.before_write(t for t in foreign if t.untyped_storage()._cdata not in self._live)
+            self._backups.before_write(t for t in foreign if self.memory.of(t) is None)
 
     def _write(self, index: int, func: OpOverload, args: Any, kwargs: Any) -> None:
         for tensor in written_tensors(func, args, kwargs):
-            storage = self._live.get(tensor.untyped_storage()._cdata)
+            storage = self.memory.of(tensor)
+            if self.observed is not None:
+                self.observed.write(tensor, storage)
             self.recording.writes.append((len(self.recording.kernel_ops), storage.born if storage else OUTSIDE))
             if storage is not None:
-                storage.op, storage.shape = index, _shape(tensor)
-
-    def _track(self, tensor: Tensor, tick: int, op: int, parts: tuple[Storage, ...]) -> None:
-        if not is_strided(tensor):
-            return
-        memory = tensor.untyped_storage()
-        address = memory._cdata
-        if address in self._live or address in self._outside_ids:
-            return
-        storage = Storage(memory.nbytes(), tick, op, _shape(tensor), parts=parts)
-        self._live[address] = storage
-        self.recording.storages.append(storage)
-
-        def freed(_: object) -> None:
-            storage.died = len(self.recording.kernel_ops)
-            del self._live[address], self._references[address]
-
-        self._references[address] = weakref.ref(memory, freed)
-
-    def _storages(self, value: Any) -> list[Storage]:
-        found = {t.untyped_storage()._cdata: None for t in tensors_in(value) if is_strided(t)}
-        return [self._live[address] for address in found if address in self._live]
+                storage.op, storage.shape = index, shape_of(tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        for storage in self._storages(tensor):
-            if not self._is_backward and not storage.saved:
+        for storage in self.memory.within(tensor):
+            if self.observed is not None:
+                self.observed.save(storage)
+            if not self.is_backward and not storage.saved:
                 storage.saved = True
                 self._unclaimed.append(storage)
         # A node is made before its operator runs, so a new number says that the operator is still to come.
-        if torch._C._autograd._get_sequence_nr() == self._next_node:
-            self._claim_saved(self._current)
+        if self.nodes.are_claimed:
+            self._claim_saved(self.current)
         return tensor
 
     def _claim_saved(self, op: int) -> None:
         while self._unclaimed:
-            self.recording.ops[op].saved_bytes += self._unclaimed.pop().bytes
+            storage = self._unclaimed.pop()
+            storage.saved_by = op
+            self.recording.ops[op].saved_bytes += storage.bytes
 
 
 def _no_compute(func: OpOverload) -> Measured:
     return Measured(str(func), {"args": [], "kwargs": {}}, 0.0, 0.0)
-
-
-def _shape(tensor: Tensor) -> Shape:
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")

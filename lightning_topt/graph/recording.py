@@ -8,15 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from lightning_topt.graph.kernels import Measured
 
 Shape = tuple[tuple[int, ...], str]  # sizes, dtype
 OUTSIDE = -1  # older than the recording: parameters, buffers, the batch
+COPIED = -2  # source of an edge that stands for those of a call left out
 
 
 @dataclass(eq=False)
@@ -27,9 +25,12 @@ class Storage:
     born: int
     op: int
     shape: Shape
+    made: int = 0  # the tick at which it came; `born` may be later
     died: float = math.inf
-    saved: bool = False
-    is_gradient: bool = False  # of a parameter
+    saved: bool = False  # for backward, by an operator that may still be to come
+    saved_by: int | None = None
+    gradient_of: str | None = None  # parameter whose gradient it is, or is added to
+    is_left: bool = False  # as a parameter's gradient when the step is over
     parts: tuple[Storage, ...] = ()  # the gradients that autograd added to get this one
 
 
@@ -64,7 +65,9 @@ class Recording:
     """A whole step.
 
     By tick: `kernel_ops` the operator, `workspaces` bytes that its kernel takes inside. `writes`: (tick, birth) of every
-    tensor changed in place. `with_gradient`: names of the parameters that the backward pass gave a gradient.
+    tensor changed in place. `with_gradient`: names of the parameters that the backward pass gave a gradient. `copies` are
+    calls left out and `models` what was run instead (see `observed_calls`); `repetitions` are the models by the paths of the
+    modules whose calls were left out.
     """
 
     ops: list[OpRecord] = field(default_factory=list)
@@ -77,38 +80,9 @@ class Recording:
     backward_start: int = 0
     with_gradient: set[str] = field(default_factory=set)
     has_collectives: bool = False
-
-    @cached_property
-    def live_bytes(self) -> NDArray[np.int64]:
-        """Bytes live at each tick (ticks,), without what is older than the recording and parameter gradients.
-
-        Memory that a kernel takes inside counts at its tick.
-        """
-        ticks = len(self.kernel_ops)
-        change = np.zeros(ticks + 2, dtype=np.int64)
-        for storage in self.storages:
-            if not storage.is_gradient and storage.died > storage.born:
-                change[storage.born] += storage.bytes
-                change[int(min(storage.died, ticks + 1))] -= storage.bytes
-        live: NDArray[np.int64] = np.cumsum(change)[:ticks] + np.array(self.workspaces, dtype=np.int64)
-        return live
-
-    def is_kept(self, storage: Storage) -> bool:
-        """Whether `storage` was made in forward and is live when backward starts."""
-        return storage.born < self.backward_start < storage.died and not storage.is_gradient
-
-    @cached_property
-    def _kept_until(self) -> NDArray[np.int64]:
-        sizes = np.zeros(self.backward_start + 1, dtype=np.int64)
-        for storage in self.storages:
-            if self.is_kept(storage):
-                sizes[storage.born + 1] += storage.bytes
-        total: NDArray[np.int64] = np.cumsum(sizes)
-        return total
-
-    def kept_bytes(self, start: int, end: int) -> int:
-        """Bytes made at ticks ``start <= t < end`` of the forward pass and live when backward starts."""
-        return int(self._kept_until[end] - self._kept_until[start])
+    models: list[tuple[Any, Any]] = field(default_factory=list)
+    copies: list[Any] = field(default_factory=list)
+    repetitions: dict[str, Any] = field(default_factory=dict)
 
     def sequence(self) -> Sequence[tuple[object, ...]]:
         """What two runs must have in common to be compared: every operator and the names of its kernels."""

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_topt.graph.batches import fake_batch
+from lightning_topt.graph.equal_modules import find_equal
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, annotate, explain
+from lightning_topt.graph.expand import expand
 from lightning_topt.graph.fake import fake_copy
+from lightning_topt.graph.observed_calls import Surprise
 from lightning_topt.graph.real import Backups, real_batch, real_copy
 from lightning_topt.graph.record import Recorder
 from lightning_topt.graph.recording import Recording
+from lightning_topt.graph.repeated_calls import RepeatedCalls
+from lightning_topt.graph.sample_counts import fake_batch
 from lightning_topt.graph.structures import tensors_in
 
 CPU = torch.device("cpu")
+MAX_SURPRISES = 2
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A copy of a module and of a batch, under whose modes a step can run: `mode` on fake tensors, `backups` on real ones."""
+
+    module: nn.Module
+    batch: Any
+    mode: FakeTensorMode | None = None
+    backups: Backups | None = None
 
 
 @dataclass(frozen=True)
@@ -34,47 +51,72 @@ class StepRun:
     device: torch.device = CPU
     real: bool = False
 
+    @cached_property
+    def _equal_modules(self) -> dict[str, int]:
+        return find_equal(self.module)
+
     @contextmanager
-    def prepared(
-        self, batch: Any, *, samples: tuple[int, int] = (1, 1)
-    ) -> Iterator[tuple[nn.Module, Any, Backups | None]]:
+    def prepared(self, batch: Any, *, samples: tuple[int, int] = (1, 1)) -> Iterator[Prepared]:
         """Give a copy of the module and of `batch` resized (see `fake_batch`), under whose modes a step can run."""
-        with ExitStack() as stack:
-            backups = None
+        with torch.enable_grad():
             if self.real:
-                copied, inputs = real_copy(self.module), real_batch(batch)
-                backups = stack.enter_context(Backups().restored())
+                with Backups().restored() as backups:
+                    yield Prepared(real_copy(self.module), real_batch(batch), backups=backups)
             else:
                 copied, mode = fake_copy(self.module, device=self.device)
-                stack.enter_context(mode)
-                inputs = fake_batch(batch, samples=samples, device=self.device)
-            stack.enter_context(torch.enable_grad())
-            yield copied, inputs, backups
+                with mode:
+                    yield Prepared(copied, fake_batch(batch, samples=samples, device=self.device), mode=mode)
 
-    def record(self, batch: Any, *, samples: tuple[int, int] = (1, 1)) -> tuple[nn.Module, Recording, int]:
+    def record(
+        self, batch: Any, *, samples: tuple[int, int] = (1, 1), unlike: set[Hashable] | None = None
+    ) -> tuple[nn.Module, Recording, int]:
         """Return the copy that ran, what it did with `batch`, and the bytes of this batch.
+
+        With `unlike` calls of equal modules are left out and copied afterwards, but for those whose keys it holds; keys of
+        modules that turn out to differ are added.
 
         Raises CaptureError, with `needs_values` where real tensors would help, or whatever the step itself raises.
         """
-        recorder: Recorder | None = None
+        while unlike is not None and not self.real and len(unlike) <= MAX_SURPRISES:
+            recorder: list[Recorder] = []
+            try:
+                copied, recording, size = self._record_once(batch, samples, unlike, recorder)
+                return copied, expand(recording), size  # when all tensors of the step are gone
+            except Surprise as surprise:
+                unlike.add(surprise.key)
+            except Exception:
+                if not recorder or not recorder[0].recording.copies:
+                    raise
+                break  # perhaps a consequence
+        return self._record_once(batch, samples, None, [])
+
+    def _record_once(
+        self, batch: Any, samples: tuple[int, int], unlike: set[Hashable] | None, recorders: list[Recorder]
+    ) -> tuple[nn.Module, Recording, int]:
         try:
-            with self.prepared(batch, samples=samples) as (copied, inputs, backups):
-                leaves = list(tensors_in(inputs))
-                recorder = Recorder(copied, leaves, backups=backups)
+            with self.prepared(batch, samples=samples) as prepared:
+                copied, leaves = prepared.module, list(tensors_in(prepared.batch))
+                calls = None
+                if unlike is not None and prepared.mode is not None:
+                    alike = {path: key for path, key in self._equal_modules.items() if key not in unlike}
+                    calls = RepeatedCalls(copied, prepared.mode, modules=alike)
+                recorders.append(recorder := Recorder(copied, leaves, backups=prepared.backups))
+                if calls is not None:
+                    calls.install(recorder)
                 with recorder.forward(), self.forward_context():
-                    output = call_training_step(copied, inputs)
+                    output = call_training_step(copied, prepared.batch)
                 loss = loss_of(output)
                 with recorder.backward(loss):
                     loss.backward()  # type: ignore[no-untyped-call]
-        except CaptureError:
+            return copied, recorder.recording, sum(_nbytes(tensor) for tensor in leaves)
+        except (CaptureError, Surprise):
             raise
         except Exception as error:
-            explained = None if self.real else explain(error, recorder and recorder.failed)
+            explained = None if self.real else explain(error, recorders[0].failed if recorders else None)
             if explained is not None:
                 raise explained from error
             annotate(error, real=self.real)
             raise
-        return copied, recorder.recording, sum(_nbytes(tensor) for tensor in leaves)
 
 
 def _nbytes(tensor: Tensor) -> int:

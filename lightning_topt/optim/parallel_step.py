@@ -30,6 +30,7 @@ from lightning_topt.optim.full_state import (
 )
 from lightning_topt.optim.gather import PendingGather, PieceGather, sent_dtype
 from lightning_topt.optim.pieces import Piece, check_pieces, is_whole, rows_of
+from lightning_topt.optim.step_hooks import inside_hooks
 
 _REPLACED = ("step", "state_dict", "load_state_dict", "consolidate_state_dict")  # on the optimizer, while installed
 _COMPARED = 1 << 14  # elements at a time
@@ -65,7 +66,7 @@ class ParallelStep:
         self._original = {name: optimizer.__dict__[name] for name in _REPLACED if name in optimizer.__dict__}
         self._removed = False
         self._consolidated: State | None = None
-        self._depth, self._checked_state = 0, False
+        self._checked_state = False
         self._narrowed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._use(pieces)
 
@@ -112,37 +113,16 @@ class ParallelStep:
             with torch.enable_grad():
                 loss = closure()
         self._consolidated = None
-        before, after = self._hook()
         try:
-            output = self.step(**kwargs)
+            with inside_hooks(self.optimizer, enter=self._narrow, leave=self._leave):
+                output = self.step(**kwargs)
         finally:
             self._widen()
-            before.remove()
-            after.remove()
         return output if closure is None else loss
 
-    def _hook(self) -> tuple[Any, Any]:
-        """Narrow the groups after the optimizer's other hooks before a step, widen them before its hooks after it.
-
-        A step that calls the step of its base class runs the hooks once more inside.
-        """
-
-        def enter(*_: Any) -> None:
-            self._depth += 1
-            if self._depth == 1:
-                self._narrow()
-
-        def leave(*_: Any) -> None:
-            self._depth -= 1
-            if self._depth == 0:
-                self._widen()
-                self._after_update()
-
-        before = self.optimizer.register_step_pre_hook(enter)
-        after = self.optimizer.register_step_post_hook(leave)
-        hooks: Any = self.optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(after.id, last=False)
-        return before, after
+    def _leave(self) -> None:
+        self._widen()
+        self._after_update()
 
     def _narrow(self) -> None:
         """Leave the own pieces alone in the groups, with their rows of the gradients."""
@@ -196,7 +176,7 @@ class ParallelStep:
         for piece, key in self.keys.items() if self._narrowed else ():
             if key is not self.parameters[piece.index]:
                 key.grad = None
-        self._narrowed, self._depth = [], 0
+        self._narrowed = []
 
     def _after_update(self) -> None:
         if not self._checked_state:
@@ -241,6 +221,11 @@ class ParallelStep:
             if mine or all(piece.index != index for piece in pieces):
                 self.optimizer.state[parameters[index]] = state
         self._use(pieces)
+
+    def own_states(self) -> dict[Piece, State]:
+        """The states of this rank's pieces, which count parameters as the groups do now; in the optimizer's memory."""
+        state = self.optimizer.state
+        return {piece: dict(state[key]) for piece, key in self._current_keys().items() if key in state}
 
     def consolidate_state_dict(self) -> None:
         """Collective call: bring the whole state to rank 0 of the group, for its next `state_dict`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,19 @@ from lightning_topt.costs.plain_values import (
     text,
     whole,
 )
-from lightning_topt.graph.op_config import OpConfig, parse_placement
-from lightning_topt.plan.gradient_exchange import (
-    check_exchange,
-    describe_exchange,
-    exchange_from_dict,
-    exchange_to_dict,
+from lightning_topt.graph.mesh_axes import Mesh, data_mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.plan.gradient_exchange import check_exchange, describe_exchange, exchange_to_dict
+from lightning_topt.plan.plan_values import (
+    config_from_dict,
+    config_to_dict,
+    exchange_from_value,
+    mesh_from_list,
+    mesh_to_list,
 )
+from lightning_topt.plan.presets import Preset, describe_config
 
-VERSION = 1
+VERSION = 2
 
 
 class PlanError(ValueError):
@@ -46,6 +50,23 @@ class BlockPlan:
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """The part of a model that one group of ranks runs: its blocks, among them ``""`` for all that is outside the others.
+
+    Raises PlanError when a block appears twice or the block ``""`` is missing.
+    """
+
+    blocks: tuple[BlockPlan, ...]
+
+    def __post_init__(self) -> None:
+        names = [block.block for block in self.blocks]
+        if len(set(names)) != len(names):
+            raise PlanError("a block appears twice in the plan")
+        if "" not in names:
+            raise PlanError('the plan lacks the block "" (everything outside the named blocks)')
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What the cost model expects of one step on each rank: seconds and bytes."""
 
@@ -57,17 +78,19 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """A whole model's plan.
+    """A whole model's plan: the mesh of ranks, and how each block is placed on its axes.
 
     `model` and `fingerprint` say which model it was made for (`OpGraph.fingerprint`; None in a hand-written plan means
-    "any model that has these modules"). `batch_size` is per rank. `gradient_exchange` is for whole gradients (ZeRO stages 0
-    and 1) on several ranks; None: an all-reduce. `predicted` and `reason` are for people.
-    Raises PlanError when block names repeat, the block ``""`` is missing, storage kinds are mixed, or the gradient exchange
-    does not suit the rest.
+    "any model that has these modules"). `batch_size` is per rank. `gradient_exchange` is for gradients that are whole on
+    every rank; None: an all-reduce. `predicted` and `reason` are for people.
+
+    A plan says what is to run; whether a release can run it is asked of the techniques (`techniques.registry`).
+    Raises PlanError when a placement does not have as many axes as the mesh, or the gradient exchange is none that a plan
+    can fix.
     """
 
-    data_parallel_size: int
-    blocks: tuple[BlockPlan, ...]
+    mesh: Mesh
+    stages: tuple[StagePlan, ...]
     model: str = ""
     fingerprint: str | None = None
     batch_size: int | None = None
@@ -77,84 +100,84 @@ class ParallelPlan:
     gradient_exchange: ExchangeOptions | None = None
 
     def __post_init__(self) -> None:
-        names = [block.block for block in self.blocks]
-        if len(set(names)) != len(names):
-            raise PlanError("a block appears twice in the plan")
-        if "" not in names:
-            raise PlanError('the plan lacks the block "" (everything outside the named blocks)')
-        _checked(whole, self.data_parallel_size, name="data_parallel_size")
-        stages = {block.config.zero_stage for block in self.blocks}
-        if stages & {0, 1} and stages & {2, 3}:
-            raise PlanError(
-                "a plan either keeps all gradients whole (ZeRO stages 0 and 1) or shards all of them (2 and 3); "
-                f"this one mixes stages {sorted(stages)}"
-            )
+        if not self.stages:
+            raise PlanError("a plan has at least one stage")
+        for block in (block for stage in self.stages for block in stage.blocks):
+            self._check_axes(block)
         if self.gradient_exchange is not None:
-            self._check_exchange(self.gradient_exchange)
+            try:
+                check_exchange(self.gradient_exchange)
+            except ValueError as error:
+                raise PlanError(f"gradient_exchange: {error}") from error
 
-    def _check_exchange(self, exchange: ExchangeOptions) -> None:
-        if self.is_sharded:
-            raise PlanError("gradient_exchange: needs whole gradients (ZeRO stages 0 and 1), and this plan shards them")
-        if self.data_parallel_size == 1:
-            raise PlanError("gradient_exchange: a single rank exchanges nothing; leave it out")
-        try:
-            check_exchange(exchange)
-        except ValueError as error:
-            raise PlanError(f"gradient_exchange: {error}") from error
+    def _check_axes(self, block: BlockPlan) -> None:
+        config, axes = block.config, len(self.mesh.axes)
+        placed = [config.storage.parameters, *config.inputs, *config.outputs, *(p for _, p in config.parameters)]
+        if any(len(placements) != axes for placements in placed):
+            raise PlanError(
+                f"block {shown(block.block)} must be placed along each of the axes {', '.join(self.mesh.names)} of the mesh"
+            )
+
+    @classmethod
+    def of_blocks(cls, blocks: Sequence[BlockPlan], *, mesh: Mesh | int, **rest: Any) -> ParallelPlan:
+        """Return a plan of one stage; `mesh` may be the number of ranks of one data axis. `rest` as in the class."""
+        return cls(data_mesh(mesh) if isinstance(mesh, int) else mesh, (StagePlan(tuple(blocks)),), **rest)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether gradients and parameters are stored in shards (ZeRO stages 2 and 3)."""
-        return any(block.config.zero_stage >= 2 for block in self.blocks)
+    def blocks(self) -> tuple[BlockPlan, ...]:
+        """The blocks of all stages."""
+        return tuple(block for stage in self.stages for block in stage.blocks)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many parts the global batch is split."""
+        return self.mesh.data_parallel_size
+
+    @property
+    def keeps_gradients_whole(self) -> bool:
+        """Whether every rank holds the whole gradient of every parameter after the backward pass, as under DDP."""
+        return not any(block.config.storage.sharded_axes("gradients") for block in self.blocks)
 
     @property
     def saves_memory(self) -> bool:
-        """Whether the plan takes more time than another to hold less: it shards or recomputes."""
-        return self.is_sharded or any(block.config.recompute for block in self.blocks)
+        """Whether the plan takes more time than another to hold less: it shards gradients or recomputes."""
+        return not self.keeps_gradients_whole or any(block.config.recompute for block in self.blocks)
 
     def summary(self) -> str:
         """One line for people: how many blocks run in which way, and how gradients travel where not whole as they are."""
         counts: dict[str, int] = {}
         for block in self.blocks:
-            name = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")[block.config.zero_stage]
-            name += " + recompute" if block.config.recompute else ""
+            name = describe_config(block.config)
             counts[name] = counts.get(name, 0) + 1
         blocks = ", ".join(f"{count} x {name}" for name, count in counts.items())
+        if len(self.mesh.axes) > 1:
+            blocks += f" on {' x '.join(f'{axis.name} {axis.size}' for axis in self.mesh.axes)}"
         if self.gradient_exchange is None:
             return blocks
         return f"{blocks}, gradients {describe_exchange(self.gradient_exchange)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written to YAML, `frontier.json`, `run.json` and checkpoints.
-
-        A plan without a gradient exchange lacks that entry, so that releases which do not know it read the plan.
-        """
-        exchange = self.gradient_exchange
+        """Plain values, as written to YAML, `frontier.json`, `run.json` and checkpoints."""
+        exchange, mesh = self.gradient_exchange, self.mesh
         return {
             "version": VERSION,
             "model": self.model,
             "fingerprint": self.fingerprint,
-            "data_parallel_size": self.data_parallel_size,
+            "mesh": mesh_to_list(mesh),
             "batch_size": self.batch_size,
             "cluster": self.cluster,
             "predicted": dataclasses.asdict(self.predicted) if self.predicted else None,
             "reason": self.reason,
             **({} if exchange is None else {"gradient_exchange": exchange_to_dict(exchange)}),
-            "blocks": [
-                {
-                    "block": block.block,
-                    "parameters": str(block.config.parameters),
-                    "gradients": str(block.config.gradients),
-                    "optimizer_state": str(block.config.optimizer_state),
-                    "recompute": block.config.recompute,
-                }
-                for block in self.blocks
+            "stages": [
+                {"blocks": [{"block": b.block, **config_to_dict(b.config, mesh)} for b in stage.blocks]}
+                for stage in self.stages
             ],
         }
 
     @classmethod
     def from_dict(cls, data: Any) -> ParallelPlan:
-        """Read what `to_dict` wrote. Raises PlanError that names the wrong entry."""
+        """Read what `to_dict` wrote, also in version 1. Raises PlanError that names the wrong entry."""
         try:
             return _read(data)
         except PlanError:
@@ -188,19 +211,19 @@ class ParallelPlan:
 
 
 def uniform_plan(
-    stage: int, *, data_parallel_size: int, blocks: Sequence[str] = (), recompute: Collection[str] = ()
+    level: int, *, data_parallel_size: int, blocks: Sequence[str] = (), recompute: Collection[str] = ()
 ) -> ParallelPlan:
-    """The same ZeRO `stage` for everything; `blocks` are sharded one by one, those in `recompute` recomputed too."""
-    rest = BlockPlan("", OpConfig.zero(stage))
-    named = tuple(BlockPlan(name, OpConfig.zero(stage, recompute=name in recompute)) for name in blocks if name)
-    return ParallelPlan(data_parallel_size=data_parallel_size, blocks=(*named, rest))
+    """Return the plan of one ZeRO `level` over all ranks; `blocks` are kept apart, those in `recompute` recomputed."""
+    return preset_plan(Preset(level), mesh=data_mesh(data_parallel_size), blocks=blocks, recompute=recompute)
 
 
-def _checked(check: Callable[..., Any], value: Any, **options: Any) -> Any:
-    try:
-        return check(value, **options)
-    except ValueError as error:
-        raise PlanError(str(error)) from error
+def preset_plan(
+    preset: Preset, *, mesh: Mesh, blocks: Sequence[str] = (), recompute: Collection[str] = ()
+) -> ParallelPlan:
+    """Return the plan that stores everything as `preset` says on `mesh`; `blocks` and `recompute` as in `uniform_plan`."""
+    storage = preset.storage(mesh)
+    named = tuple(BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name)
+    return ParallelPlan.of_blocks((*named, BlockPlan("", OpConfig(storage))), mesh=mesh)
 
 
 def _read(data: Any) -> ParallelPlan:
@@ -208,27 +231,66 @@ def _read(data: Any) -> ParallelPlan:
     if not isinstance(data, Mapping):
         raise ValueError(f"a plan is a mapping, got {type(data).__name__}")
     check_plain(data)
-    if type(data.get("version")) is not int or data["version"] != VERSION:
-        raise ValueError(f"version is {shown(data.get('version'))}; this release reads plans of version {VERSION}")
+    if type(data.get("version")) is not int or data["version"] not in (1, VERSION):
+        raise ValueError(
+            f"version is {shown(data.get('version'))}; this release reads plans of the versions 1 and {VERSION}"
+        )
+    if data["version"] == 1:
+        data = _from_version_1(data)
     known = {f.name for f in dataclasses.fields(ParallelPlan)} | {"version"}
-    if unknown := set(data) - known:
-        raise ValueError(f"unknown entries {names(unknown)}; known are {sorted(known)}")
-    if missing := [name for name in ("data_parallel_size", "blocks") if data.get(name) is None]:
-        raise ValueError(f"the entry {missing[0]!r} is missing")
-    if not isinstance(data["blocks"], list | tuple):
-        raise ValueError(f"blocks must be a list, got {shown(data['blocks'])}")
+    _check_entries(data, known=known, needed=("mesh", "stages"))
     texts = {
         name: "" if data.get(name) is None else text(data[name], name=name) for name in ("model", "cluster", "reason")
     }
+    mesh = mesh_from_list(data["mesh"])
+    if not isinstance(data["stages"], list | tuple):
+        raise ValueError(f"stages must be a list, got {shown(data['stages'])}")
     return ParallelPlan(
-        data_parallel_size=whole(data["data_parallel_size"], name="data_parallel_size"),
-        blocks=tuple(_block(entry, index) for index, entry in enumerate(data["blocks"])),
+        mesh=mesh,
+        stages=tuple(_stage(entry, mesh, f"stages[{index}]") for index, entry in enumerate(data["stages"])),
         fingerprint=None if data.get("fingerprint") is None else text(data["fingerprint"], name="fingerprint"),
         batch_size=None if data.get("batch_size") is None else whole(data["batch_size"], name="batch_size"),
         predicted=None if data.get("predicted") is None else _prediction(data["predicted"]),
-        gradient_exchange=_exchange(data.get("gradient_exchange")),
+        gradient_exchange=exchange_from_value(data.get("gradient_exchange")),
         **texts,
     )
+
+
+def _from_version_1(data: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Version 1 had one data axis, without a name, and one stage."""
+    known = {f.name for f in dataclasses.fields(ParallelPlan)} - {"mesh", "stages"} | {
+        "version",
+        "data_parallel_size",
+        "blocks",
+    }
+    _check_entries(data, known=known, needed=("data_parallel_size", "blocks"))
+    rest = {name: value for name, value in data.items() if name not in ("data_parallel_size", "blocks")}
+    size = whole(data["data_parallel_size"], name="data_parallel_size")
+    return {**rest, "mesh": [{"name": "data", "size": size}], "stages": [{"blocks": data["blocks"]}]}
+
+
+def _check_entries(data: Mapping[Any, Any], *, known: Collection[str], needed: Sequence[str]) -> None:
+    if unknown := set(data) - set(known):
+        raise ValueError(f"unknown entries {names(unknown)}; known are {sorted(known)}")
+    if missing := [name for name in needed if data.get(name) is None]:
+        raise ValueError(f"the entry {missing[0]!r} is missing")
+
+
+def _stage(entry: Any, mesh: Mesh, where: str) -> StagePlan:
+    if not isinstance(entry, Mapping) or set(entry) != {"blocks"}:
+        raise ValueError(f"{where} must be a mapping with the entry 'blocks', got {shown(entry)}")
+    if not isinstance(entry["blocks"], list | tuple):
+        raise ValueError(f"blocks must be a list, got {shown(entry['blocks'])}")
+    return StagePlan(tuple(_block(block, mesh, index) for index, block in enumerate(entry["blocks"])))
+
+
+def _block(entry: Any, mesh: Mesh, index: int) -> BlockPlan:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("block"), str):
+        raise ValueError(
+            f"blocks[{index}] must be a mapping with the name of a module under 'block', got {shown(entry)}"
+        )
+    rest = {name: value for name, value in entry.items() if name != "block"}
+    return BlockPlan(entry["block"], config_from_dict(rest, mesh, where=f"blocks[{index}] ({shown(entry['block'])})"))
 
 
 def _prediction(entry: Any) -> Prediction:
@@ -236,31 +298,3 @@ def _prediction(entry: Any) -> Prediction:
     if not isinstance(entry, Mapping) or set(entry) != known:
         raise ValueError(f"predicted must be a mapping with the entries {sorted(known)}, got {shown(entry)}")
     return Prediction(**{name: number(entry[name], name=f"predicted.{name}") for name in known})
-
-
-def _exchange(entry: Any) -> ExchangeOptions | None:
-    try:
-        return None if entry is None else exchange_from_dict(entry)
-    except ValueError as error:
-        raise ValueError(f"gradient_exchange: {error}") from error
-
-
-def _block(entry: Any, index: int) -> BlockPlan:
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("block"), str):
-        raise ValueError(
-            f"blocks[{index}] must be a mapping with the name of a module under 'block', got {shown(entry)}"
-        )
-    where = f"blocks[{index}] ({shown(entry['block'])})"
-    placed = ("parameters", "gradients", "optimizer_state")
-    if unknown := set(entry) - {"block", "recompute", *placed}:
-        raise ValueError(f"{where} has unknown entries {names(unknown)}")
-    if missing := [name for name in placed if name not in entry]:
-        raise ValueError(f"{where}: the entry {missing[0]!r} is missing")
-    recompute = entry.get("recompute", False)
-    if not isinstance(recompute, bool):
-        raise ValueError(f"{where}: recompute must be true or false, got {shown(recompute)}")
-    try:
-        placements = {key: parse_placement(entry[key]) for key in placed}
-        return BlockPlan(entry["block"], OpConfig(**placements, recompute=recompute))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error

@@ -28,6 +28,7 @@ from rich.table import Table
 from lightning_topt.costs.units import format_bytes, format_seconds
 from lightning_topt.plan.choose import PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
+from lightning_topt.plan.presets import describe_config
 
 Points = Sequence[PlanPoint]
 Units = tuple[tuple[str, float, tuple[int, ...]], ...]  # name, factor, marks of a logarithmic axis
@@ -271,22 +272,28 @@ def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]
 
     The YAML of a plan is its `header` and the `yaml` of its blocks, one after the other.
     """
-    positions: dict[BlockPlan, int] = {}
+    positions: dict[tuple[BlockPlan, tuple[str, ...]], int] = {}
     blocks: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []
     for point in points:
-        fields = point.plan.to_dict()
-        for block, values in zip(point.plan.blocks, fields.pop("blocks"), strict=True):
-            if block not in positions:
-                positions[block] = len(blocks)
-                text = yaml.safe_dump([values], sort_keys=False)
-                blocks.append({**values, "stage": block.config.zero_stage, "yaml": text})
+        fields, mesh = point.plan.to_dict(), point.plan.mesh
+        (stage,) = fields.pop("stages")
+        for block, values in zip(point.plan.blocks, stage["blocks"], strict=True):
+            if (block, mesh.names) not in positions:
+                positions[block, mesh.names] = len(blocks)
+                text = textwrap.indent(yaml.safe_dump([values], sort_keys=False), "  ")
+                placed = {name: _in_words(values[name]) for name in ("parameters", "gradients", "optimizer_state")}
+                blocks.append({"block": block.block, "runs": describe_config(block.config), **placed, "yaml": text})
         entry: dict[str, Any] = {"x": point.peak_bytes, "y": point.step_seconds, "devices": point.devices}
         entry |= {"summary": point.plan.summary(), "numbers": _numbers(point)}
-        entry["header"] = yaml.safe_dump(fields, sort_keys=False) + "blocks:\n"
-        entry["blocks"] = [positions[block] for block in point.plan.blocks]
+        entry["header"] = yaml.safe_dump(fields, sort_keys=False) + "stages:\n- blocks:\n"
+        entry["blocks"] = [positions[block, mesh.names] for block in point.plan.blocks]
         entries.append(entry)
     return blocks, entries
+
+
+def _in_words(placed: str | dict[str, str]) -> str:
+    return placed if isinstance(placed, str) else ", ".join(f"{axis}: {word}" for axis, word in placed.items())
 
 
 def _numbers(point: PlanPoint) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_topt.communication.argument_checks import check_choice
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
-from lightning_topt.execution.engine import ShardedEngine, build_engine
-from lightning_topt.execution.memory import MemoryMeter, release_free_memory
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
 from lightning_topt.plugins.ddp_parts import destroy_process_group, register_names
@@ -42,7 +43,10 @@ from lightning_topt.plugins.read_options import (
     read_plan_option,
 )
 from lightning_topt.plugins.run_plan import decide_plan
+from lightning_topt.plugins.sharded_clipping import clip_sharded
 from lightning_topt.plugins.step_monitor import StepMonitor
+from lightning_topt.techniques.data_parallel import register_hook, wrap_in_ddp
+from lightning_topt.techniques.technique import RunOptions
 
 
 class AutoParallelStrategy(EngineCheckpoints):
@@ -70,6 +74,8 @@ class AutoParallelStrategy(EngineCheckpoints):
         allow_compression: whether a plan, searched or given, may exchange gradients compressed: another training, whose time
             per step is predicted, not its time to a given loss. True: searches top-k (1 %) and bf16 too. A method, a mapping
             such as ``{"method": "topk", "density": 0.001}`` (see `ExchangeOptions`), or a list of these: searches those.
+        checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole state; ``"sharded"`` a
+            folder, to which every rank writes what it keeps. Both are loaded, under any plan and number of ranks.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`. Options of the latter
             keep the search to plans that it runs (whole gradients). Gradients are views of its buckets unless
             ``gradient_as_bucket_view=False``.
@@ -93,9 +99,12 @@ class AutoParallelStrategy(EngineCheckpoints):
         cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
         memory_margin: float = 0.05,
         allow_compression: Allow = False,
+        checkpoint: str = "full",
         **ddp_options: Any,
     ) -> None:
         super().__init__(**checked_options(ddp_options))
+        check_choice(checkpoint, name="checkpoint", allowed=("full", "sharded"))
+        self.checkpoint_form = checkpoint
         check_planner_options(memory_margin=memory_margin, objective="time" if objective is None else objective)
         self.request = PlanRequest(
             memory_limit=read_memory_limit(memory_limit),
@@ -114,6 +123,7 @@ class AutoParallelStrategy(EngineCheckpoints):
         self.memory_meter: MemoryMeter | None = None
         self._waits_for_batch = False
         self._failed = False
+        self._unclip: Callable[[], None] | None = None
 
     # ---- life cycle -----------------------------------------------------------------------------------------------
 
@@ -140,13 +150,13 @@ class AutoParallelStrategy(EngineCheckpoints):
             self._waits_for_batch = True
             if not self.request.needs_batch(self.lightning_module):
                 self._plan(trainer, None)
-            if self.parallel_plan is not None and not self.parallel_plan.is_sharded:
+            if self.parallel_plan is not None and self.parallel_plan.keeps_gradients_whole:
                 self._start_plan(trainer)
 
     def _set_up_evaluation(self, trainer: pl.Trainer) -> None:
         """As ddp does; where the last fit ran in shards, in these again, which the device is known to hold."""
         self._open_exchange(None)
-        if self.parallel_plan is None or not self.parallel_plan.is_sharded:
+        if self.parallel_plan is None or self.parallel_plan.keeps_gradients_whole:
             super().setup(trainer)
             return
         assert self.accelerator is not None and self.lightning_module is not None
@@ -198,17 +208,17 @@ class AutoParallelStrategy(EngineCheckpoints):
     def _apply_plan(self, trainer: pl.Trainer) -> None:
         plan, module = self.parallel_plan, self.lightning_module
         assert plan is not None and module is not None
-        if plan.is_sharded:
+        if not plan.keeps_gradients_whole:
             self.model = module
             release_free_memory()  # DDP's buckets
-        topology = Topology(self.num_nodes, self.world_size // self.num_nodes, self.global_rank)
-        nonfinite = "error" if self._scaler is None else "skip"
-        device, wrap = self.root_device, self._wrap_ddp
-        self._engine = build_engine(plan, module, device=device, wrap=wrap, topology=topology, nonfinite=nonfinite)
-        self.model = self._engine.parallelize()
+        wrapped = self.model if isinstance(self.model, DistributedDataParallel) else None
+        self._engine = Engine(plan, module, device=self.root_device, options=self._run_options())
+        self.model = self._engine.apply(wrapped=wrapped)
         self._open_exchange(self._engine.exchange)
         if self.exchange is not None:
             add_monitor(trainer)
+        if self._engine.has_shards:
+            self._unclip = clip_sharded(self.precision_plugin, device=self.root_device)
         module.to(self.root_device)
         self._running = True
 
@@ -220,13 +230,6 @@ class AutoParallelStrategy(EngineCheckpoints):
         self._engine.attach_optimizers(self.optimizers)
         self._load_resumed()
 
-    def _wrap_ddp(self, module: nn.Module) -> nn.Module:
-        if not isinstance(self.model, DistributedDataParallel):
-            self.model_to_device()
-            super().configure_ddp()
-        assert self.model is not None
-        return self.model
-
     @override
     def configure_ddp(self) -> None:
         if not self._holds_back:
@@ -235,27 +238,36 @@ class AutoParallelStrategy(EngineCheckpoints):
         assert self.model is not None
         _sync_module_states(self.model)  # all that DDP would do by now, but for the memory of gradients
 
+    def _run_options(self) -> RunOptions:
+        """What Lightning's DDPStrategy would make of its options."""
+        automatic = self.lightning_module is not None and self.lightning_module.automatic_optimization
+        hook = self._ddp_comm_hook
+        if hook is not None and self._ddp_comm_wrapper is not None:
+            hook = self._ddp_comm_wrapper(hook)
+        return RunOptions(
+            ddp={"gradient_as_bucket_view": True, **self._ddp_kwargs} if automatic else self._ddp_kwargs,
+            hook=hook,
+            hook_state=self._ddp_comm_state,
+            topology=Topology(self.num_nodes, self.world_size // self.num_nodes, self.global_rank),
+            nonfinite="error" if self._scaler is None else "skip",
+        )
+
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        options = self._ddp_kwargs
-        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
-            self._ddp_kwargs = {"gradient_as_bucket_view": True, **options}
-        try:
-            return super()._setup_model(model)
-        finally:
-            self._ddp_kwargs = options
+        return wrap_in_ddp(model, device=self.root_device, arguments=self._run_options().ddp)
 
     @override
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only and drops them silently elsewhere; torch runs them on gloo too.
-        if self._ddp_comm_hook is not None and self.root_device.type != "cuda":
-            assert isinstance(self.model, DistributedDataParallel)
-            hook = (
-                self._ddp_comm_hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(self._ddp_comm_hook)
-            )
-            self.model.register_comm_hook(state=self._ddp_comm_state, hook=hook)
-            return
-        super()._register_ddp_hooks()
+        assert isinstance(self.model, DistributedDataParallel)
+        options = self._run_options()
+        register_hook(self.model, options.hook, options.hook_state)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with super().block_backward_sync() if self._engine is None or not self._running else self._engine.no_sync():
+            yield
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -265,7 +277,10 @@ class AutoParallelStrategy(EngineCheckpoints):
     @override
     def teardown(self) -> None:
         self._waits_for_batch = False
-        if self._failed and isinstance(self._engine, ShardedEngine):
+        if self._unclip is not None:
+            self._unclip()
+            self._unclip = None
+        if self._failed and self._engine is not None and self._engine.has_shards:
             # The other ranks may be anywhere: collecting the parameters could wait for them. They stay in shards.
             self._running = False
         if self._engine is not None and self._running:
@@ -284,12 +299,6 @@ class AutoParallelStrategy(EngineCheckpoints):
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._running and self._engine is not None:
-            self._engine.before_forward()
-        return super().training_step(*args, **kwargs)
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._evaluation():
             return super().validation_step(*args, **kwargs)
@@ -306,10 +315,9 @@ class AutoParallelStrategy(EngineCheckpoints):
 
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:
-        if not (self._running and isinstance(self._engine, ShardedEngine)):
+        if self._engine is None or not self._engine.has_shards:
             yield
             return
-        self._engine.before_forward()
         # Parameters gathered in inference mode would be inference tensors, which the next training step cannot update.
         with torch.inference_mode(False), torch.no_grad():
             yield

@@ -13,8 +13,8 @@ import psutil
 import torch.distributed as dist
 
 from lightning_topt.data.cache.sample_cache import SampleCache
-from lightning_topt.data.peers.channel import own_address
 from lightning_topt.data.peers.client import NOWHERE, Peers
+from lightning_topt.data.peers.peer_channel import own_address
 from lightning_topt.data.peers.prefetch import PrefetchingPeers
 from lightning_topt.data.peers.server import PeerServer
 from lightning_topt.plugins import given_values

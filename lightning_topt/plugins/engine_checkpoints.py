@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
@@ -12,19 +14,29 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.sharded_checkpoint import (
+    REST,
+    StoredModule,
+    StoredOptimizer,
+    is_sharded_checkpoint,
+    open_sharded,
+    save_sharded,
+)
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY
 from lightning_topt.plugins.exchange_steps import ExchangeSteps
 
 
 class EngineCheckpoints(ExchangeSteps):
-    """Files are those of ``ddp``, with the plan beside them, whenever they are written.
+    """Files are those of ``ddp``, with the plan beside them, whenever they are written; or folders of shards.
 
-    `_engine` runs the plan while `_running`. A state that is loaded before there is an engine is kept in `_resumed` for
-    it; where `_holds_back`, optimizers get all but their tensors, which may be too large to be whole on the device.
+    `checkpoint_form` (``"full"`` or ``"sharded"``) says which are written; both are read. `_engine` runs the plan while
+    `_running`. A state that is loaded before there is an engine is kept in `_resumed` for it; where `_holds_back`, optimizers
+    get all but their tensors, which may be too large to be whole on the device.
     """
 
     parallel_plan: ParallelPlan | None = None
+    checkpoint_form = "full"
     _engine: Engine | None = None
     _running = False
     _holds_back = False
@@ -33,26 +45,28 @@ class EngineCheckpoints(ExchangeSteps):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is not None and self._running:
-            return self._engine.module_state()
+            return self._engine.module_state(full=self.checkpoint_form == "full")
         return super().lightning_module_state_dict()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._engine is not None and self._running:
             self._engine.load_module_state(checkpoint["state_dict"], strict=strict)
-        else:
-            super().load_model_state_dict(checkpoint, strict=strict)
+            return
+        state = checkpoint["state_dict"]
+        if isinstance(state, StoredModule):
+            checkpoint = {**checkpoint, "state_dict": state.read()}
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         if self._engine is None and self._holds_back and self._resumed is not None:
-            state: dict[str, Any] = self._resumed["optimizer_states"][self.optimizers.index(optimizer)]
-            return state
-        if self._engine is None or hasattr(optimizer, "consolidate_state_dict"):
+            return _whole(self._resumed["optimizer_states"][self.optimizers.index(optimizer)])
+        if self._engine is None:
             return super().optimizer_state(optimizer)
-        return self._engine.optimizer_state(optimizer)
+        return self._engine.optimizer_state(optimizer, full=self.checkpoint_form == "full")
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -65,9 +79,9 @@ class EngineCheckpoints(ExchangeSteps):
             return
         if self._holds_back:
             for optimizer, state in zip(self.optimizers, states, strict=False):
-                optimizer.load_state_dict({**state, "state": {}})
+                optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
         else:
-            super().load_optimizer_state_dict(checkpoint)
+            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": [_whole(state) for state in states]})
         self._resumed = {name: checkpoint[name] for name in ("optimizer_states", CHECKPOINT_KEY) if name in checkpoint}
 
     def _load_resumed(self) -> None:
@@ -91,8 +105,44 @@ class EngineCheckpoints(ExchangeSteps):
         if self.parallel_plan is not None and "pytorch-lightning_version" in checkpoint:
             # The user's hooks were given `checkpoint`, and may keep it.
             checkpoint = {**checkpoint, CHECKPOINT_KEY: {"plan": self.parallel_plan.to_dict()}}
-            self._save_exchange(checkpoint)
+            if self.checkpoint_form == "full":
+                self._save_exchange(checkpoint)
+        if self.checkpoint_form == "sharded" and "pytorch-lightning_version" in checkpoint:
+            self._save_folder(checkpoint, filepath, storage_options)
+            return
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+        if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise ValueError(
+                "sharded checkpoints are written by torch.distributed.checkpoint, which takes neither storage_options nor a "
+                'checkpoint_io plugin: leave them out, or use checkpoint="full"'
+            )
+        if "://" in str(filepath):
+            raise ValueError(
+                f"sharded checkpoints are folders on a file system that all ranks see, and {str(filepath)!r} is none: save to "
+                'a path there, or use checkpoint="full"'
+            )
+        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        save_sharded(
+            filepath,
+            module=checkpoint["state_dict"],
+            optimizers=checkpoint.get("optimizer_states", []),
+            exchange=self.exchange.own_state_dict() if self.exchange and self._saves_exchange(checkpoint) else None,
+            rest=rest,
+            save_rest=self.checkpoint_io.save_checkpoint,
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if not is_sharded_checkpoint(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        rest = super().load_checkpoint(Path(checkpoint_path) / REST, *args, **kwargs)
+        return open_sharded(checkpoint_path, rest)
+
+
+def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    return state.whole() if isinstance(state, StoredOptimizer) else dict(state)
 
 
 def is_held_by(module: nn.Module, optimizer: Optimizer) -> bool:

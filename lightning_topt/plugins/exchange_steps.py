@@ -115,18 +115,22 @@ class ExchangeSteps(NamesLostRanks):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _save_exchange(self, checkpoint: dict[str, Any]) -> None:
-        """Put the exchange's state into a checkpoint that has that of the optimizers. A collective call."""
-        # After an exception the other ranks may be anywhere: a collective call could wait for them.
+    def _saves_exchange(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Whether `checkpoint` is to have the exchange's state: with the optimizers', and while the ranks are together."""
         module = self.lightning_module
-        if (
-            self.exchange is None
-            or module is None
-            or "optimizer_states" not in checkpoint
-            or module.trainer.interrupted
-        ):
-            return
-        checkpoint.setdefault(CHECKPOINT_KEY, {})[EXCHANGE_KEY] = self.exchange.state_dict()
+        return (
+            self.exchange is not None
+            and module is not None
+            and "optimizer_states" in checkpoint
+            # After an exception the other ranks may be anywhere: a collective call could wait for them.
+            and not module.trainer.interrupted
+        )
+
+    def _save_exchange(self, checkpoint: dict[str, Any]) -> None:
+        """Put the exchange's state into a checkpoint that is to have it. A collective call."""
+        if self._saves_exchange(checkpoint):
+            assert self.exchange is not None
+            checkpoint.setdefault(CHECKPOINT_KEY, {})[EXCHANGE_KEY] = self.exchange.state_dict()
 
     def _load_exchange(self, checkpoint: Mapping[str, Any]) -> None:
         state = checkpoint.get(CHECKPOINT_KEY, {}).get(EXCHANGE_KEY)

@@ -18,7 +18,7 @@ from lightning_topt.optim.adaptive_step import AdaptiveStep
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.exchange_steps import ExchangeSteps
-from lightning_topt.plugins.local_steps import LocalStepsStrategy
+from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy
 
 
 def check_strategy(strategy: Strategy) -> None:

@@ -53,7 +53,7 @@ class PlanRequest:
 
     def needs_batch(self, module: pl.LightningModule) -> bool:
         """Whether the plan depends on how `module` takes a training step."""
-        by_name = isinstance(self.plan, UniformPlan) and (self.plan.stage >= 2 or self.plan.recompute)
+        by_name = isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
         return module.automatic_optimization and (self.plan is None or by_name)
 
     def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:
@@ -62,7 +62,7 @@ class PlanRequest:
             return False
         given = self.plan
         if given is not None:
-            return given.stage >= 2 if isinstance(given, UniformPlan) else given.is_sharded
+            return given.shards_gradients if isinstance(given, UniformPlan) else not given.keeps_gradients_whole
         # Parameters, gradients, two moments.
         return self.memory_limit is not None or 4 * _parameter_bytes(module) > device_memory_bytes(device)
 

@@ -16,25 +16,45 @@ from lightning_topt.communication.argument_checks import check_real, check_whole
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import shown
 from lightning_topt.costs.units import parse_bytes
+from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
-
-UNIFORM = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
+from lightning_topt.plan.presets import PRESETS, Preset
 
 
 @dataclass(frozen=True)
 class UniformPlan:
-    """The same ZeRO stage, and recomputation or not, for every block that the capture finds."""
+    """The same storage, and recomputation or not, for every block that the capture finds."""
 
-    stage: int
-    recompute: bool
+    preset: Preset
+    recompute: bool = False
 
-    def of(self, graph: OpGraph, *, data_parallel_size: int) -> ParallelPlan:
-        """The plan for the blocks of `graph`."""
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether no rank holds whole gradients."""
+        return self.preset.level >= 2
+
+    def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
+        """Return the mesh: one data axis, or nodes times the ranks of a node where the preset shards inside nodes.
+
+        Raises PlanError where these are not several of both.
+        """
+        per_node = world_size // num_nodes
+        if not self.preset.inner:
+            return data_mesh(world_size, scope="intra" if num_nodes == 1 else "inter")
+        if num_nodes == 1 or per_node == 1:
+            raise PlanError(
+                f"a hybrid plan shards inside nodes and copies between them: it needs several nodes of several ranks, and "
+                f"here are {num_nodes} node(s) with {per_node}. Use 'zero3', or give a plan with a mesh of its own"
+            )
+        return hybrid_mesh(num_nodes, per_node)
+
+    def of(self, graph: OpGraph, mesh: Mesh) -> ParallelPlan:
+        """Return the plan for the blocks of `graph`."""
         names = [block.name for block in graph.blocks]
         again = [block.name for block in graph.blocks if self.recompute and block.recomputable]
-        return uniform_plan(self.stage, data_parallel_size=data_parallel_size, blocks=names, recompute=again)
+        return preset_plan(self.preset, mesh=mesh, blocks=names, recompute=again)
 
 
 def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None) -> ParallelPlan | UniformPlan | None:
@@ -46,11 +66,11 @@ def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None)
     if not isinstance(plan, str | Path):
         raise PlanError(f"plan is a ParallelPlan, a file, a mapping or a name such as 'zero1', got {shown(plan)}")
     name, _, suffix = str(plan).partition("+")
-    if name in UNIFORM and suffix in ("", "recompute"):
-        return UniformPlan(UNIFORM[name], suffix == "recompute")
+    if name in PRESETS and suffix in ("", "recompute"):
+        return UniformPlan(PRESETS[name], suffix == "recompute")
     if not os.path.lexists(plan):
         raise PlanError(
-            f"plan={shown(str(plan))} is neither a file nor one of {sorted(UNIFORM)} (or with '+recompute')"
+            f"plan={shown(str(plan))} is neither a file nor one of {sorted(PRESETS)} (or with '+recompute')"
         )
     return ParallelPlan.load(plan)
 

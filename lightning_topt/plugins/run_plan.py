@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,20 +18,25 @@ from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
-from lightning_topt.costs.memory import FAMILIES
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
-from lightning_topt.execution.memory import release_free_memory
+from lightning_topt.execution.memory_meter import release_free_memory
 from lightning_topt.execution.mesh import check_world_size
 from lightning_topt.graph.capture import capture, may_need_values
+from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run, exchanges_of_run
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning import Planning, optimizers_of, search_plans
+from lightning_topt.plugins.planning import Planning, optimizers_of
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
 from lightning_topt.plugins.read_options import UniformPlan
 from lightning_topt.plugins.whole_parameters import why_whole
+from lightning_topt.techniques.block_parameters import block_of
+
+_SEARCH_SECONDS = 3.0  # a fit waits for it
 
 Decision = tuple[ParallelPlan, Planning | None, str]
 
@@ -50,8 +55,10 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         _check_manual(request, plain)
         return plain, None, "ddp: manual optimization"
     given = request.plan
-    if isinstance(given, UniformPlan) and not request.needs_batch(module):
-        given = uniform_plan(given.stage, data_parallel_size=world_size)
+    mesh = data_mesh(world_size)
+    if isinstance(given, UniformPlan):
+        mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
+        given = given if request.needs_batch(module) else preset_plan(given.preset, mesh=mesh)
     if isinstance(given, ParallelPlan):
         check_world_size(given, world_size)
         _check_model(given, module)
@@ -60,7 +67,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
     try:
         graph = capture_on_ranks(trainer, batch)
         if isinstance(given, UniformPlan):
-            plan = given.of(graph, data_parallel_size=world_size)
+            plan = given.of(graph, mesh)
             on_every_rank(lambda: _check_features(plan, request, trainer, graph))
             return plan, None, "given"
         return *_search(request, trainer, graph), "search"
@@ -117,15 +124,18 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
     def search() -> dict[str, Any]:
         nonlocal planning
         frontier = search_plans(
-            graph,
-            cluster=cluster,
-            optimizer=profile,
-            device_counts=(dist.get_world_size(),),
-            global_batch_size=graph.batch_size * dist.get_world_size(),
-            families=_families(request, trainer, graph),
-            exchanges=exchanges_of_run(request.allowed, trainer),
-            kernel_seconds=kernel_seconds,
-            returns_memory=request.saves_memory,
+            SearchRequest(
+                graph,
+                cluster,
+                profile,
+                device_counts=(dist.get_world_size(),),
+                global_batch_size=graph.batch_size * dist.get_world_size(),
+                shards=_needs_whole_parameters(request, trainer, graph) is None,
+                exchanges=exchanges_of_run(request.allowed, trainer),
+                kernel_seconds=kernel_seconds or {},
+                returns_memory=request.saves_memory,
+                max_seconds=_SEARCH_SECONDS,
+            )
         )
         planning = Planning(frontier, choose_for(request, frontier, cluster), graph)
         return planning.chosen.plan.to_dict()
@@ -162,13 +172,14 @@ def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -
     return choose(frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin)
 
 
-def _families(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[str, ...]:
-    reason = _needs_whole_parameters(request, trainer, graph)
-    return ("replicated",) if reason else FAMILIES
-
-
-def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None) -> str | None:
-    """Why plans with sharded parameters cannot run here, or None."""
+def _needs_whole_parameters(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    graph: OpGraph | None = None,
+    *,
+    would_shard: Callable[[str], bool] = lambda _: True,
+) -> str | None:
+    """Why plans that shard the parameters whose name `would_shard` cannot run here, or None."""
     if request.only_replicated:
         return "options of DistributedDataParallel were given, and sharded plans do not run it"
     averaging = (StochasticWeightAveraging, WeightAveraging)
@@ -176,16 +187,22 @@ def _needs_whole_parameters(request: PlanRequest, trainer: pl.Trainer, graph: Op
         return "weight-averaging callbacks copy whole parameters"
     if trainer.precision == "16-true":
         return "16-true keeps no float32 weights to shard"
-    if graph is not None and graph.unused:
-        return f"the step gives {graph.unused[0]} no gradient, which only DistributedDataParallel sees and answers"
-    return why_whole(trainer)
+    unused = [] if graph is None else [name for name in graph.unused if would_shard(name)]
+    if unused:
+        return f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees and answers"
+    return why_whole(trainer, would_shard=would_shard)
 
 
 def _check_features(
     plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
 ) -> None:
-    reason = _needs_whole_parameters(request, trainer, graph) if plan.is_sharded else None
-    if reason:
+    levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
+
+    def would_shard(parameter: str) -> bool:
+        return bool(levels[block_of(parameter, levels)])
+
+    shards = not plan.keeps_gradients_whole
+    if shards and (reason := _needs_whole_parameters(request, trainer, graph, would_shard=would_shard)):
         raise PlanError(f"this plan shards parameters, but {reason}; choose ZeRO level 0 or 1")
     check_exchange_of_run(plan, trainer)
 
@@ -201,7 +218,7 @@ def _check_model(plan: ParallelPlan, module: pl.LightningModule) -> None:
 
 
 def _check_manual(request: PlanRequest, plain: ParallelPlan) -> None:
-    if request.plan not in (None, plain, UniformPlan(0, recompute=False)):
+    if request.plan not in (None, plain, UniformPlan(PRESETS["ddp"])):
         raise PlanError("manual optimization runs under the plan 'ddp' only: its steps cannot be seen in advance")
     if request.memory_limit is not None or request.objective != "time":
         raise ValueError(

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_topt.communication.argument_checks import check_whole
 from lightning_topt.costs.timing import synchronize
 from lightning_topt.execution.allocator import warm_up
-from lightning_topt.execution.memory import MemoryMeter
+from lightning_topt.execution.memory_meter import MemoryMeter
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ from lightning_topt.plugins.watching_hooks import why_function_watches, why_watc
 WATCHERS = frozenset({"wandb", "comet_ml", "neptune", "clearml", "aim"})  # loggers whose `watch` registers hooks
 
 
-def why_whole(trainer: pl.Trainer) -> str | None:
+def why_whole(trainer: pl.Trainer, *, would_shard: Callable[[str], bool] = lambda _: True) -> str | None:
     """Return why parameters must stay whole in this fit (ZeRO levels 0 and 1), as a clause, or None.
+
+    What torch cannot shard counts where the parameter's name `would_shard`.
 
     To be called once the module is on its device and the optimizers exist. A clause names what it found ("callback Norms
     reads gradients in on_after_backward") and, where there is one, the way out. Takes milliseconds, and up to half a
@@ -28,7 +30,7 @@ def why_whole(trainer: pl.Trainer) -> str | None:
     module, strategy = trainer.lightning_module, trainer.strategy
     optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in strategy.optimizers]
     return (
-        why_unshardable(module)
+        why_unshardable(module, would_shard=would_shard)
         or why_changed_by_callbacks(trainer)
         or why_hooked(module)
         or why_watched(trainer)
@@ -36,17 +38,22 @@ def why_whole(trainer: pl.Trainer) -> str | None:
     )
 
 
-def why_unshardable(module: nn.Module) -> str | None:
-    """Return which parameter or submodule of `module` torch's FSDP2 cannot shard, as a clause with the way out, or None."""
+def why_unshardable(module: nn.Module, *, would_shard: Callable[[str], bool] = lambda _: True) -> str | None:
+    """Return which parameter or submodule of `module` torch's FSDP2 cannot shard, as a clause with the way out, or None.
+
+    Parameters count whose name `would_shard`.
+    """
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):
             return f"{name!r} is a TorchScript module; give the module itself in its place"
-        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
+        table = isinstance(submodule, nn.Embedding | nn.EmbeddingBag)
+        if table and submodule.sparse and would_shard(f"{name}.weight"):
             return f"{name!r} has sparse gradients; leave out sparse=True"
-    for name, parameter in module.named_parameters():
+    sharded = [(name, parameter) for name, parameter in module.named_parameters() if would_shard(name)]
+    for name, parameter in sharded:
         if reason := _why_unshardable(parameter):
             return f"parameter {name!r} {reason}"
-    dtypes = {parameter.dtype: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    dtypes = {parameter.dtype: name for name, parameter in sharded if parameter.requires_grad}
     if len(dtypes) > 1:
         (one, first), (other, second) = list(dtypes.items())[:2]
         return (

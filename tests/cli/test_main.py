@@ -152,7 +152,7 @@ def test_a_plan_made_by_topt_plan_runs_in_topt_train(tmp_path):
     arguments = [*TINY, plan, "trainer.limit_train_batches=8", f"hydra.run.dir={tmp_path}/train"]
     finished(topt("train", *arguments, folder=tmp_path, python=sys.executable))
     record = json.loads((tmp_path / "train" / "run.json").read_text())
-    assert record["plan"]["blocks"] == ParallelPlan.load(tmp_path / "plan" / "plan.yaml").to_dict()["blocks"]
+    assert record["plan"]["stages"] == ParallelPlan.load(tmp_path / "plan" / "plan.yaml").to_dict()["stages"]
     assert record["predicted"]["peak_bytes"] > 0 and record["strategy"] == "AutoParallelStrategy"
 
 

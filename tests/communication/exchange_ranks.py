@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.node.exchange import shard_bounds
+from lightning_topt.communication.node.node_exchange import shard_bounds
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_topt.communication import collectives
-from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
+from lightning_topt.communication.collectives import AllGather, ReduceScatter, all_gather_into, reduce_scatter_into
 from tests.launch import run_ranks
 
 
@@ -40,3 +40,32 @@ def compare(rank: int, n: int, dtype: torch.dtype, in_place: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_to_torch(world_size: int, n: int, dtype: torch.dtype) -> None:
     run_ranks(compare, world_size, n, dtype, n == 8)
+
+
+def compare_in_groups(rank: int) -> None:
+    """Neighbours, and ranks a stride apart: the groups of FSDP2 on a mesh of 2 x 2, both in use at once."""
+    collectives.CHUNK_ELEMENTS = 8
+    groups = [[dist.new_group(part) for part in parts] for parts in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
+    inner, across = groups[0][rank // 2], groups[1][rank % 2]
+    data = torch.randn(21, generator=torch.Generator().manual_seed(rank))
+    whole = torch.randn(42, generator=torch.Generator().manual_seed(rank))
+    for group in (inner, across):
+        ours, theirs = torch.zeros(42), torch.zeros(42)
+        pending = AllGather()(ours, data, group, async_op=True)
+        shard, expected = torch.zeros(21), torch.zeros(21)
+        ReduceScatter()(shard, whole.clone(), group, op=dist.ReduceOp.AVG)
+        pending.wait()
+        dist.all_gather_into_tensor(theirs, data, group=group)
+        dist.reduce_scatter_tensor(expected, whole.clone(), op=dist.ReduceOp.AVG, group=group)
+        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(shard, expected)
+    # Scattered inside, summed across: every rank has its slice of the mean over all of them.
+    shard = torch.zeros(21)
+    ReduceScatter()(shard, whole.clone(), inner, op=dist.ReduceOp.SUM)
+    dist.all_reduce(shard, group=across)
+    dist.all_reduce(whole)
+    torch.testing.assert_close(shard, whole.chunk(2)[rank % 2], rtol=1e-5, atol=1e-6)
+
+
+def test_equal_to_torch_in_the_groups_of_a_mesh() -> None:
+    run_ranks(compare_in_groups, 4)

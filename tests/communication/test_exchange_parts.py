@@ -14,11 +14,11 @@ from torch import nn
 from lightning_topt.communication import peers
 from lightning_topt.communication.compressors.exempt import exempt_names
 from lightning_topt.communication.compressors.wire import BITMAP, INT32, MessageFormat
+from lightning_topt.communication.exchange_worker import ExchangeWorker
 from lightning_topt.communication.options import ExchangeOptions, LinkCosts
 from lightning_topt.communication.peers import PeerLostError, PeerMonitor
 from lightning_topt.communication.streams import HostStreams
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.worker import ExchangeWorker
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

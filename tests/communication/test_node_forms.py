@@ -10,8 +10,8 @@ import torch
 
 from lightning_topt.communication import methods
 from lightning_topt.communication.node import page as node_page
-from lightning_topt.communication.node.exchange import CollectiveNodeExchange, NodeExchange
-from lightning_topt.communication.node.memory import SharedMemoryNodeExchange
+from lightning_topt.communication.node.node_exchange import CollectiveNodeExchange, NodeExchange
+from lightning_topt.communication.node.node_memory import SharedMemoryNodeExchange
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology
 from tests.communication.exchange_ranks import assert_equal_on_all_ranks, train, wrap

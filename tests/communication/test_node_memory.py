@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.node import channel as node_channel
-from lightning_topt.communication.node import memory as node_memory
+from lightning_topt.communication.node import node_channel, node_memory
 from lightning_topt.communication.node import page as node_page
-from lightning_topt.communication.node.exchange import shard_bounds
-from lightning_topt.communication.node.memory import Buffers, SharedMemoryNodeExchange
+from lightning_topt.communication.node.node_exchange import shard_bounds
+from lightning_topt.communication.node.node_memory import Buffers, SharedMemoryNodeExchange
 from lightning_topt.communication.node.page import LocalPeerLost, NodeMemoryUnavailable
 from tests.launch import run_ranks
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.node.memory import SharedMemoryNodeExchange
+from lightning_topt.communication.node.node_memory import SharedMemoryNodeExchange
 from lightning_topt.communication.node.page import LocalPeerLost, process_start
 from tests.launch import run_ranks
 from tests.shared_memory import shared_files

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.node.memory import BLOCK_BYTES
+from lightning_topt.communication.node.node_memory import BLOCK_BYTES
 from lightning_topt.communication.node.page import LocalPeerLost
 from lightning_topt.communication.node.rows import NodeRows, node_rows
 from tests.launch import run_ranks

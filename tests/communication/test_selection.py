@@ -12,7 +12,7 @@ from lightning_topt.communication.selection import (
     NonFiniteError,
     feedback_top_k,
     numba_kernels,
-    search,
+    threshold_search,
     top_k,
     warm_up,
 )
@@ -161,15 +161,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing(momentum, where, k):
 )
 def test_where_the_sample_misleads_the_search_goes_on_as_meant(data, k, ways, monkeypatch):
     """Not only right, but by the way that was meant."""
-    taken, chosen, tied, lower = [], search._chosen, search._with_ties, search._corrected_bound
+    taken, chosen, tied, lower = (
+        [],
+        threshold_search._chosen,
+        threshold_search._with_ties,
+        threshold_search._corrected_bound,
+    )
 
     def spy_chosen(bits, positions, k):
         taken.append("list" if positions.size else "whole")
         return chosen(bits, positions, k)
 
-    monkeypatch.setattr(search, "_chosen", spy_chosen)
-    monkeypatch.setattr(search, "_with_ties", lambda *a: taken.append("ties") or tied(*a))
-    monkeypatch.setattr(search, "_corrected_bound", lambda *a: taken.append("lower") or lower(*a))
+    monkeypatch.setattr(threshold_search, "_chosen", spy_chosen)
+    monkeypatch.setattr(threshold_search, "_with_ties", lambda *a: taken.append("ties") or tied(*a))
+    monkeypatch.setattr(threshold_search, "_corrected_bound", lambda *a: taken.append("lower") or lower(*a))
     x, residual = DATA[data](200_003), torch.zeros(200_003)
     assert torch.equal(top_k(x, k).indices, slow_indices(x, k))
     assert taken == ways

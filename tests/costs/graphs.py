@@ -6,7 +6,52 @@ import random
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import OptimizerProfile, ParameterUpdate
-from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph, Parameter, Segment
+from lightning_topt.graph.op_graph import (
+    Amount,
+    Block,
+    Kernel,
+    ModuleCall,
+    Op,
+    OpGraph,
+    Parameter,
+    Segment,
+    Step,
+    StepTensor,
+    TensorEdge,
+    TensorSpec,
+)
+
+
+def graph_of(
+    model: str,
+    batch_size: int,
+    ops: tuple[Op, ...],
+    edges: tuple[TensorEdge, ...],
+    parameters: tuple[Parameter, ...],
+    blocks: tuple[Block, ...],
+    timeline: tuple[Segment, ...],
+    buffer_bytes: int,
+    input_bytes: Amount,
+) -> OpGraph:
+    """A graph whose tensors have the memory of `timeline`; its first operators run one in each segment."""
+    step = step_of(timeline, batch_size, [op.name for op in ops])
+    return OpGraph(model, batch_size, ops, edges, parameters, blocks, step, buffer_bytes, input_bytes)
+
+
+def step_of(timeline: tuple[Segment, ...], batch_size: int, operators: list[str]) -> Step:
+    """One kernel per segment and direction, with tensors that take what the segment says."""
+    count, tensors, calls = len(timeline), [], []
+    for k, segment in enumerate(timeline):
+        back = 2 * count - 1 - k
+        kept, output = segment.kept_bytes, segment.output_bytes
+        temporary = segment.forward_peak_bytes + Amount(-kept.fixed, -kept.per_sample)
+        lives = [(output, k, back + 1), (kept + Amount(-output.fixed, -output.per_sample), k, back + 1)]
+        lives += [(temporary, k, k + 1), (segment.backward_peak_bytes, back, back + 1)]
+        if segment.block:
+            calls.append(ModuleCall(segment.block, k, k + 1, (), (len(tensors),), True))
+        tensors += [StepTensor(operators[k], TensorSpec((), "uint8"), size, first, end) for size, first, end in lives]
+    order = (*range(count), *reversed(range(count)))
+    return Step((batch_size, 2 * batch_size), order, count, tuple(tensors), tuple(calls))
 
 
 def random_graph(seed: int, *, num_blocks: int = 3) -> OpGraph:
@@ -32,7 +77,7 @@ def random_graph(seed: int, *, num_blocks: int = 3) -> OpGraph:
     timeline = [_segment(rng, block) for block in order]
     blocks = [Block(name, 0, bool(name)) for name in {"": None, **dict.fromkeys(order)}]
     parameters.sort(key=lambda p: p.name)
-    return OpGraph(
+    return graph_of(
         model="M",
         batch_size=2,
         ops=tuple(ops),

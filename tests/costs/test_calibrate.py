@@ -4,12 +4,15 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from lightning_topt.costs.calibrate import calibrate, measure_kernels
-from lightning_topt.costs.cluster import COLLECTIVES, Cluster
-from lightning_topt.costs.measured_links import fit_link
+from lightning_topt.costs.calibrate import USUAL_COLLECTIVES, calibrate, measure_kernels
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.collective_curves import COLLECTIVES
+from lightning_topt.costs.groups import Group, mesh_groups, ranks_of_groups
+from lightning_topt.costs.measured_links import collective_timers, fit_link, process_groups
 from lightning_topt.graph.kernels import encode_arguments
-from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph
+from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph, Step
 from tests.launch import run_ranks
 
 
@@ -26,11 +29,13 @@ def graph():
         kernel("nowhere.op.default", (1,)),  # does not exist
     )
     op = Op("o", "X", "", "", (), (), kernels, (kernels[0],), Amount())
-    return OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), (), 0, Amount())
+    return OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), Step((1, 1)), 0, Amount())
 
 
 def on_rank(rank):
+    before = dict(dist.distributed_c10d._world.pg_map)
     cluster = calibrate(device="cpu", budget_seconds=1.0)
+    assert dict(dist.distributed_c10d._world.pg_map) == before
     return cluster.to_dict(), measure_kernels(graph(), budget_seconds=30.0)
 
 
@@ -38,7 +43,7 @@ def test_two_ranks_measure_the_same_sane_cluster():
     (data, kernels), (other, other_kernels) = run_ranks(on_rank, 2)
     assert data == other and kernels == other_kernels
     cluster = Cluster.from_dict(data)
-    assert {(op, scope, size) for op, scope, size in cluster.collectives} == {(op, "intra", 2) for op in COLLECTIVES}
+    assert set(cluster.collectives) == {(op, 2, 1) for op in USUAL_COLLECTIVES}
     for curve in cluster.collectives.values():
         assert len(curve.sizes) >= 2
         assert all(0 < a <= b < 10 for a, b in zip(curve.seconds, curve.seconds[1:], strict=False))
@@ -71,13 +76,16 @@ def test_nodes_must_divide_ranks():
 
 
 def inter_on_rank(rank):
-    return calibrate(num_nodes=2, budget_seconds=0.3)
+    before = dict(dist.distributed_c10d._world.pg_map)
+    cluster = calibrate(num_nodes=2, budget_seconds=0.3, collectives=COLLECTIVES)
+    assert dict(dist.distributed_c10d._world.pg_map) == before
+    return cluster
 
 
 def test_ranks_on_two_nodes_measure_the_network_between():
     cluster = run_ranks(inter_on_rank, 2)[0]
     assert (cluster.devices_per_node, cluster.num_nodes) == (1, 2)
-    assert {scope for _, scope, _ in cluster.collectives} == {"inter"}
+    assert {key[1:] for key in cluster.collectives} == {(2, 1)}
     assert cluster.inter is not None
 
 
@@ -86,10 +94,36 @@ def test_several_ranks_on_two_nodes_measure_the_link_inside_too():
     cluster = clusters[0]
     assert all(other.intra == cluster.intra for other in clusters)
     assert (cluster.devices_per_node, cluster.num_nodes) == (2, 2)
-    ring = fit_link(cluster.collectives, 4)
-    assert cluster.inter is not None
-    assert cluster.inter.bandwidth == pytest.approx(ring.bandwidth / 2)  # the ring has both ranks' shares
-    assert cluster.intra != cluster.inter
+    groups = Group(4), Group(2), Group(2, 2)
+    assert set(cluster.collectives) == {(op, group.size, group.stride) for op in COLLECTIVES for group in groups}
+    assert [cluster.intra, cluster.inter] == [fit_link(cluster.collectives, group) for group in groups[1:]]
+
+
+def timers_on_rank(rank):
+    groups = mesh_groups(4, devices_per_node=2)
+    with process_groups(groups) as made:
+        found = {group: dist.get_process_group_ranks(process_group) for group, process_group in made.items()}
+        timers = collective_timers(
+            made, ops=COLLECTIVES, device=torch.device("cpu"), budgets=dict.fromkeys(groups, 0.0)
+        )
+        values = {}
+        for key in ((op, group.size, group.stride) for op in ("all_reduce", "broadcast") for group in groups):
+            value = torch.full((4,), 10.0**rank)
+            timers[key].make(value)()
+            values[key] = value.tolist()
+        return found, values, {key: timer() for key, timer in timers.items()}
+
+
+def test_every_kind_of_group_is_timed_in_its_own_ranks():
+    for rank, (found, values, times) in enumerate(run_ranks(timers_on_rank, 4)):
+        assert found == {
+            group: next(ranks for ranks in ranks_of_groups(group, 4) if rank in ranks)
+            for group in (Group(4), Group(2), Group(2, 2))
+        }
+        for group, ranks in found.items():
+            assert values["all_reduce", group.size, group.stride] == [sum(10.0**r for r in ranks)] * 4
+            assert values["broadcast", group.size, group.stride] == [10.0 ** ranks[0]] * 4
+        assert all(len(points) == 4 and all(size % 16 == 0 for size in points) for points in times.values())
 
 
 def states():
@@ -103,7 +137,7 @@ def test_generators_and_modes_are_as_before():
     before = states()
     calibrate(budget_seconds=0.1)
     assert states() == before
-    assert len(measure_kernels(OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), (), 0, Amount()))) == 1
+    assert len(measure_kernels(OpGraph("M", 1, (op,), (), (), (Block("", 0, False),), Step((1, 1)), 0, Amount()))) == 1
     assert states() == before
 
 

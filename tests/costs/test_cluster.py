@@ -4,7 +4,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from lightning_topt.costs.cluster import Cluster, ClusterError, CollectiveCurve, Device, Link
+from lightning_topt.costs.cluster import Cluster, ClusterError, Device, Link
+from lightning_topt.costs.collective_curves import CollectiveCurve
 from lightning_topt.costs.units import (
     format_bytes,
     format_seconds,
@@ -15,7 +16,8 @@ from lightning_topt.costs.units import (
 )
 
 CONF = Path(__file__).parents[2] / "conf" / "cluster"
-CURVE = {"op": "all_reduce", "scope": "intra", "world_size": 2, "bytes": [1], "seconds": [1]}
+CURVE = {"op": "all_reduce", "group_size": 2, "stride": 4, "bytes": [1], "seconds": [1]}
+OLD_CURVE = {"op": "all_reduce", "scope": "intra", "world_size": 2, "bytes": [1], "seconds": [1]}
 
 
 @pytest.mark.parametrize(
@@ -73,10 +75,18 @@ def test_measured_curves_round_trip(tmp_path):
     curve = CollectiveCurve((1e3, 1e6), (1e-5, 1e-3))
     device = Device("d", 100, {"float32": 1.0, "bfloat16": 2.0}, 1.0, 0.0, 2.5, 7)
     cluster = Cluster(
-        "c", device, 2, 2, Link(0.0, 1.0), Link(1.0, 0.5), {("all_reduce", "inter", 4): curve}, 0.25, "gloo", "me"
+        "c", device, 2, 2, Link(0.0, 1.0), Link(1.0, 0.5), {("all_reduce", 2, 2): curve}, 0.25, "gloo", "me"
     )
     cluster.save(tmp_path / "c.yaml")
     assert Cluster.load(tmp_path / "c.yaml") == cluster
+
+
+def test_curves_by_scope_of_older_files_are_those_of_packed_groups():
+    entries = [OLD_CURVE, OLD_CURVE | {"scope": "inter", "world_size": 16}]
+    cluster = Cluster.from_dict(_change(collectives=entries))
+    assert set(cluster.collectives) == {("all_reduce", 2, 1), ("all_reduce", 16, 1)}
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+    assert "scope" not in cluster.to_dict()["collectives"][0]
 
 
 def test_curve_is_straight_on_logarithmic_axes():
@@ -122,14 +132,13 @@ def _change(**changes):
         ({"device": 3}, "must be a mapping"),
         ({"collectives": {"a": 1}}, "must be a list"),
         ({"collectives": [CURVE | {"op": "scan"}]}, "scan"),
-        (
-            {
-                "collectives": [
-                    {"op": "all_reduce", "scope": "intra", "world_size": 2, "bytes": [2, 1], "seconds": [1, 1]}
-                ]
-            },
-            "ascending",
-        ),
+        ({"collectives": [CURVE | {"bytes": [2, 1], "seconds": [1, 1]}]}, "ascending"),
+        ({"collectives": [CURVE | {"seconds": []}]}, "as many bytes as seconds"),
+        ({"collectives": [CURVE | {"stride": 0}]}, "stride"),
+        ({"collectives": [CURVE | {"group_size": 1}]}, "at least 2 ranks"),
+        ({"collectives": [CURVE | {"scope": "intra"}]}, "unknown entries"),
+        ({"collectives": [OLD_CURVE | {"scope": "inter"}]}, "have the scope 'intra'"),
+        ({"collectives": [OLD_CURVE | {"world_size": 16}]}, "have the scope 'inter'"),
     ],
 )
 def test_errors_name_the_entry(changes, message):

@@ -1,10 +1,23 @@
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_topt.costs.cluster import Cluster, CollectiveCurve, Device, Link
+from lightning_topt.costs import framework
+from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.collective_curves import CollectiveCurve
 from lightning_topt.costs.communication import estimate_collective_seconds
-from lightning_topt.costs.compute import estimate_kernel_seconds, estimate_kernels_seconds, kernel_dtype, kernel_key
-from lightning_topt.costs.page_faults import kernels_bytes, measure_page_faults
+from lightning_topt.costs.compute import (
+    estimate_kernel_seconds,
+    estimate_kernels_seconds,
+    estimate_pass_seconds,
+    host_bound_seconds,
+    kernel_dtype,
+    kernel_key,
+)
+from lightning_topt.costs.groups import Group, ranks_of_groups
+from lightning_topt.costs.page_faults import kernels_bytes
 from lightning_topt.graph.op_graph import Amount, Kernel
 
 NOTHING = Amount()
@@ -17,46 +30,80 @@ def cluster(**changes):
 
 
 @pytest.mark.parametrize(
-    ("op", "world_size", "seconds"),
+    ("op", "group", "seconds"),
     [
-        ("all_reduce", 4, 2 * 3 * (1 + 1000 / (4 * 100))),  # 21
-        ("reduce_scatter", 4, 3 * (1 + 2.5)),
-        ("all_gather", 4, 3 * (1 + 2.5)),
-        ("broadcast", 4, 2 * 1 + 10),
-        ("all_reduce", 8, 2 * 7 * (2 + 1000 / (8 * 40))),  # 4 devices share the network of a node: 40 bytes/s
-        ("broadcast", 8, 3 * 2 + 25),
-        ("all_reduce", 1, 0),
+        ("all_reduce", Group(4), 2 * 3 * (1 + 1000 / (4 * 100))),  # 21
+        ("reduce_scatter", Group(4), 3 * (1 + 2.5)),
+        ("all_gather", Group(4), 3 * (1 + 2.5)),
+        ("broadcast", Group(4), 2 * 1 + 10),
+        ("send_recv", Group(4), 1 + 10),
+        ("all_to_all", Group(4), 3 * (1 + 1000 / (16 * 100))),
+        ("all_reduce", Group(8), 2 * 7 * (2 + 1000 / (8 * 40))),  # 4 devices share the network of a node: 40 bytes/s
+        ("broadcast", Group(8), 3 * 2 + 25),
+        ("send_recv", Group(8), 2 + 25),
+        ("all_to_all", Group(8), 3 * (1 + 1000 / (64 * 100)) + 4 * (2 + 1000 / (64 * 10))),
+        ("all_reduce", Group(2, 2), 2 * (1 + 5)),  # inside a node
+        ("all_reduce", Group(2, 4), 2 * (2 + 50)),  # four such groups share the network of a node
+        ("all_gather", Group(2, 4), 2 + 50),
+        ("all_to_all", Group(2, 4), 2 + 1000 / (4 * 10)),
+        ("send_recv", Group(2, 4), 2 + 100),
+        ("all_reduce", Group(4, 2), 2 * 3 * (2 + 1000 / (4 * 20))),  # two such groups
+        ("all_to_all", Group(4, 2), (1 + 1000 / (16 * 100)) + 2 * (2 + 1000 / (16 * 10))),
+        ("all_reduce", Group(1, 8), 0),
     ],
 )
-def test_ring(op, world_size, seconds):
-    assert estimate_collective_seconds(cluster(), op=op, size=1000, world_size=world_size) == pytest.approx(seconds)
+def test_formulas_by_group(op, group, seconds):
+    assert estimate_collective_seconds(cluster(), op=op, size=1000, group=group) == pytest.approx(seconds)
 
 
 def test_a_fast_network_is_bound_inside_the_node():
     fast = cluster(inter=Link(2.0, 1000.0))
-    assert estimate_collective_seconds(fast, op="all_gather", size=800, world_size=8) == pytest.approx(7 * (2 + 1))
+    assert estimate_collective_seconds(fast, op="all_gather", size=800, group=Group(8)) == pytest.approx(7 * (2 + 1))
 
 
-def test_all_reduce_is_reduce_scatter_and_all_gather():
+def network_bytes(groups: list[list[int]], devices_per_node: int, *, size: float) -> float:
+    """The most that a node sends to others in a reduce-scatter: rings in all groups at once, followed hop by hop."""
+    sent: dict[int, float] = {}
+    for ranks in groups:
+        for source, target in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
+            if source // devices_per_node != target // devices_per_node:
+                node = source // devices_per_node
+                sent[node] = sent.get(node, 0.0) + (len(ranks) - 1) * size / len(ranks)
+    return max(sent.values())
+
+
+@pytest.mark.parametrize("group", [Group(16), Group(2, 8), Group(4, 4), Group(4, 2), Group(2, 4), Group(8, 2)])
+def test_groups_share_a_node_as_rings_followed_hop_by_hop_do(group):
+    slow = cluster(intra=Link(0.0, 1e9), inter=Link(0.0, 10.0), num_nodes=4)
+    rings = ranks_of_groups(group, 16)
+    assert sorted(rank for ring in rings for rank in ring) == list(range(16))
+    seconds = estimate_collective_seconds(slow, op="reduce_scatter", size=1000, group=group)
+    assert seconds == pytest.approx(network_bytes(rings, 4, size=1000) / (4 * 10.0))
+
+
+@pytest.mark.parametrize("group", [Group(3), Group(2, 4)])
+def test_all_reduce_is_reduce_scatter_and_all_gather(group):
     whole, *parts = (
-        estimate_collective_seconds(cluster(), op=op, size=77, world_size=3)
+        estimate_collective_seconds(cluster(), op=op, size=77, group=group)
         for op in ("all_reduce", "reduce_scatter", "all_gather")
     )
     assert whole == pytest.approx(sum(parts))
 
 
-def test_a_measurement_beats_the_formula_for_its_scope_and_size_only():
-    measured = cluster(collectives={("all_reduce", "intra", 4): CollectiveCurve((1000.0,), (0.125,))})
-    seconds = [estimate_collective_seconds(measured, op="all_reduce", size=1000, world_size=n) for n in (4, 2, 8)]
-    formula = [estimate_collective_seconds(cluster(), op="all_reduce", size=1000, world_size=n) for n in (2, 8)]
-    assert seconds == [0.125, *formula]
+def test_a_measurement_beats_the_formula_for_its_group_only():
+    measured = cluster(collectives={("all_reduce", 2, 4): CollectiveCurve((1000.0,), (0.125,))})
+    groups = Group(2, 4), Group(2), Group(2, 2), Group(8)
+    seconds = [estimate_collective_seconds(measured, op="all_reduce", size=1000, group=group) for group in groups]
+    formula = [estimate_collective_seconds(cluster(), op="all_reduce", size=1000, group=group) for group in groups]
+    assert seconds == [0.125, *formula[1:]]
 
 
 def test_wrong_collectives():
     with pytest.raises(ValueError, match="scan"):
-        estimate_collective_seconds(cluster(), op="scan", size=1, world_size=2)
-    with pytest.raises(ValueError, match="8 devices"):
-        estimate_collective_seconds(cluster(), op="all_reduce", size=1, world_size=9)
+        estimate_collective_seconds(cluster(), op="scan", size=1, group=Group(2))
+    for group in (Group(9), Group(5, 2), Group(2, 8)):
+        with pytest.raises(ValueError, match="8 devices"):
+            estimate_collective_seconds(cluster(), op="all_reduce", size=1, group=group)
 
 
 def kernel(name="aten.mm.default", *, flops=NOTHING, traffic=NOTHING, arguments=None, count=1):
@@ -92,9 +139,55 @@ def test_kernels_add_up_with_their_counts():
     assert estimate_kernels_seconds(kernels, batch_size=1, device=DEVICE) == 3 * 1.5 + 1.5
 
 
-def test_page_faults_cost_time_on_cpus_only():
-    assert 0 <= measure_page_faults(torch.device("cpu")) < 1e-5  # seconds per byte
-    assert measure_page_faults(torch.device("cuda", 0)) == 0.0
+def test_the_host_issues_kernels_while_the_device_runs():
+    assert host_bound_seconds(3.0, host_seconds=4.0, sharpness=2.0) == pytest.approx(5.0)
+    assert host_bound_seconds(3.0, host_seconds=4.0, sharpness=1.0) == 7.0
+    assert host_bound_seconds(1e-200, host_seconds=2e-200) == pytest.approx(2e-200, rel=0.02)
+    assert host_bound_seconds(0.0, host_seconds=0.0) == 0.0
+    times = [host_bound_seconds(device, host_seconds=1.0) for device in (0.0, 0.5, 1.0, 2.0, 100.0)]
+    assert times == sorted(times) and times[0] == 1.0
+    assert times[-1] == pytest.approx(100.0, rel=1e-6)
+
+
+def test_a_pass_takes_the_slower_of_device_and_host():
+    kernels = [kernel(flops=Amount(100, 0), count=3), kernel(traffic=Amount(10, 0))]  # 6 s in 4 kernels
+
+    def seconds(**changes):
+        return estimate_pass_seconds(kernels, batch_size=1, device=replace(DEVICE, **changes))
+
+    assert seconds() == 6.0
+    assert seconds(launch_seconds=30.0) == pytest.approx(120.0, rel=1e-3)  # the host's 4 x 30 s hide the device
+    assert seconds(launch_seconds=0.1) == pytest.approx(6.0, rel=1e-3)
+    assert seconds(framework_seconds=0.25) == 7.0  # a CPU is its own host
+    assert estimate_pass_seconds([], batch_size=1, device=DEVICE) == 0.0
+
+
+def test_the_time_of_a_launch_is_that_of_small_layers(monkeypatch):
+    """Each layer of the step has a product, a norm and an activation, and five kernels in the backward pass."""
+    called = []
+
+    def timed(call, **options):
+        with CountKernels() as kernels:
+            call()
+        called.append(kernels.count)
+        return 1.92
+
+    monkeypatch.setattr(framework, "time_call", timed)
+    assert framework.measure_launch(torch.device("cpu")) == 0.0 and called == []
+    assert framework.measure_launch(torch.device("meta")) == pytest.approx(1.92 / called[0], rel=0.02)
+
+
+class CountKernels(TorchDispatchMode):
+    """Counts what computes: views, empty tensors and copies of gradients do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        free = {"t", "transpose", "view", "detach", "expand", "empty_strided", "ones_like", "_unsafe_view"}
+        self.count += func.overloadpacket.__name__ not in free
+        return func(*args, **(kwargs or {}))
 
 
 def test_kernels_take_their_large_results_anew():

@@ -15,6 +15,7 @@ import torch
 from torch import nn, optim
 
 from lightning_topt.costs import measurement_store, measurements
+from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measurement_store import Entry, default_directory, load, save
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerError
@@ -69,18 +70,26 @@ def test_a_second_start_measures_nothing_and_has_the_same_numbers(tmp_path, coun
 
 def test_another_set_up_and_a_refresh_measure_again(tmp_path, counted, monkeypatch):
     everything(tmp_path)
-    everything(tmp_path, conditions="another allocator")
-    assert len(counted) == 8
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     everything(tmp_path)
-    assert len(counted) == 12
+    assert len(counted) == 8
     monkeypatch.delenv("MALLOC_ARENA_MAX")
     everything(tmp_path)
-    assert len(counted) == 12
+    assert len(counted) == 8
     assert Measurements.open(directory=tmp_path, refresh=True).cluster()
-    assert counted[12:] == ["calibrate"]
+    assert counted[8:] == ["calibrate"]
     everything(tmp_path)  # kernels and updates of before the refresh are gone
-    assert sorted(counted[13:]) == ["measure_kernels", "measure_kind", "measure_kind"]
+    assert sorted(counted[9:]) == ["measure_kernels", "measure_kind", "measure_kind"]
+
+
+@pytest.mark.parametrize(("refresh", "count"), [(False, 4), (True, 6)])
+def test_a_start_measures_what_data_parallelism_uses_and_topt_calibrate_everything(
+    tmp_path, monkeypatch, refresh, count
+):
+    asked = []
+    monkeypatch.setattr(measurements, "calibrate", lambda **o: asked.append(o["collectives"]) or cluster_of(1))
+    Measurements.open(directory=tmp_path, refresh=refresh).cluster()
+    assert len(asked[0]) == count
 
 
 def test_generators_and_modes_are_as_before(tmp_path, counted):
@@ -133,7 +142,7 @@ def changed_on_rank(rank, directory, factor):
     torch.distributed.barrier()
     lines = []
     again = Measurements.open(directory=directory, progress=lines.append).cluster()
-    return lines, [c.collectives["all_reduce", "intra", 2].seconds[-1] for c in (cluster, again)]
+    return lines, [c.collectives["all_reduce", 2, 1].seconds[-1] for c in (cluster, again)]
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
@@ -141,6 +150,28 @@ def test_a_link_that_has_changed_is_measured_again(tmp_path, factor):
     (lines, seconds), (_, others) = run_ranks(changed_on_rank, 2, tmp_path, factor)
     assert seconds == others and seconds[0] / 100 < seconds[1] < 100 * seconds[0]
     assert len(lines) == 1 and "again, since exchanges take another time" in lines[0]
+
+
+def stored_cluster(directory, value, *, ranks, monkeypatch):
+    """What a start of so many ranks makes of a stored cluster."""
+    monkeypatch.setattr(measurements, "world_size", lambda: ranks)
+    found = Measurements.open(directory=directory)
+    found.entries[found._name("cluster")] = Entry(time.time(), value)
+    return found._stored_cluster()
+
+
+def test_measurements_by_scope_of_older_versions_are_read_where_they_have_all_groups(tmp_path, monkeypatch):
+    def older(ranks):
+        curve = {"op": "all_reduce", "scope": "intra", "world_size": ranks, "bytes": [4096], "seconds": [1e-4]}
+        return {**cluster_of(ranks, backend="gloo").to_dict(), "collectives": [curve]}
+
+    two = stored_cluster(tmp_path, older(2), ranks=2, monkeypatch=monkeypatch)
+    assert two is not None and set(two.collectives) == {("all_reduce", 2, 1)}
+    assert stored_cluster(tmp_path, older(4), ranks=4, monkeypatch=monkeypatch) is None
+    value = older(4)
+    groups = {"group_size": 4, "stride": 1}, {"group_size": 2, "stride": 1}, {"group_size": 2, "stride": 2}
+    value["collectives"] = [{"op": "all_reduce", **group, "bytes": [4096], "seconds": [1e-4]} for group in groups]
+    assert stored_cluster(tmp_path, value, ranks=4, monkeypatch=monkeypatch) == Cluster.from_dict(value)
 
 
 SPOILED = {

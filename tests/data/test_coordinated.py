@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import default_collate
 
 from lightning_topt.data.cache import sample_codec
-from lightning_topt.data.coordinated.link import is_supported
+from lightning_topt.data.coordinated.coordinator_link import is_supported
 from lightning_topt.data.coordinated.loader import CoordinationRefused
 from tests.data.jobs import (
     CONTEXT,

@@ -13,8 +13,8 @@ import warnings
 import numpy as np
 import pytest
 
-from lightning_topt.data.peers import link as peer_link
-from lightning_topt.data.peers.channel import PeerError, PeerLost, connect
+from lightning_topt.data.peers import peer_link
+from lightning_topt.data.peers.peer_channel import PeerError, PeerLost, connect
 from lightning_topt.data.peers.protocol import ENTRY, GET, MAGIC, OFFER, REQUEST, introduce, run_key
 from tests.data.test_peers import HERE, ITEMS, SECRET, client, fill, nodes, owned, payload, plain
 from tests.processes import halt, wait_until

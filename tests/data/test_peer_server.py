@@ -23,8 +23,8 @@ import lightning_topt
 from lightning_topt.data import light_process
 from lightning_topt.data.cache.segment_store import checksum
 from lightning_topt.data.light_process import BOOT
-from lightning_topt.data.peers.channel import PeerError, connect, own_address
 from lightning_topt.data.peers.client import Peers
+from lightning_topt.data.peers.peer_channel import PeerError, connect, own_address
 from lightning_topt.data.peers.protocol import ENTRY, MAGIC, OFFER, REQUEST, PeerLimits
 from lightning_topt.data.peers.server import PeerServer
 from tests.data.test_peer_faults import THEIRS, friend, hung_up, is_well, pair, soon
@@ -39,8 +39,8 @@ NAMES = [
     "cache.own_files",
     "cache.segment_store",
     "cache.store_file",
-    "peers.channel",
     "peers.entrance",
+    "peers.peer_channel",
     "peers.protocol",
     "peers.service",
 ]

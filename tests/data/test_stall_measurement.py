@@ -30,7 +30,7 @@ from lightning_topt.data.stalls.advice import what_if
 from lightning_topt.data.stalls.loop import LoopTimes, Watched, check_loader, loader_over, samples_per_batch, touch
 from lightning_topt.data.stalls.measurement import MeasurementOptions, contention, measure_stalls, sample_costs
 from lightning_topt.data.stalls.probes import SampleProbe, fit_link, probe_samples, probe_source, read_rate
-from lightning_topt.data.stalls.report import advice, format_bytes, format_seconds, print_report, save_png
+from lightning_topt.data.stalls.stall_report import advice, format_bytes, format_seconds, print_report, save_png
 from lightning_topt.plugins.measured_cache import MeasuredCache
 from tests.clock import Clock
 from tests.data.test_stall_model import COSTS

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_topt.execution.engine import build_engine
+from lightning_topt.execution.engine import Engine
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, uniform_plan
 from tests.launch import run_ranks
@@ -38,8 +38,8 @@ class Net(nn.Module):
 
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
-MIXED_REPLICATED = ParallelPlan(
-    data_parallel_size=WORLD,
+MIXED_REPLICATED = ParallelPlan.of_blocks(
+    mesh=WORLD,
     blocks=(
         BlockPlan("blocks.0", OpConfig.zero(1, recompute=True)),
         BlockPlan("blocks.1", OpConfig.zero(0)),
@@ -47,8 +47,8 @@ MIXED_REPLICATED = ParallelPlan(
         BlockPlan("", OpConfig.zero(0)),
     ),
 )
-MIXED_SHARDED = ParallelPlan(
-    data_parallel_size=WORLD,
+MIXED_SHARDED = ParallelPlan.of_blocks(
+    mesh=WORLD,
     blocks=(
         BlockPlan("blocks.0", OpConfig.zero(3)),
         BlockPlan("blocks.1", OpConfig.zero(2, recompute=True)),
@@ -92,13 +92,12 @@ def train(rank: int, plan: ParallelPlan, optimizer_name: str) -> tuple[Any, ...]
     module = Net()
     names = list(dict(module.named_parameters()))
     originals = dict(module.named_parameters())
-    engine = build_engine(plan, module, device=CPU)
-    model = engine.parallelize()
+    engine = Engine(plan, module, device=CPU)
+    model = engine.apply()
     optimizer = OPTIMIZERS[optimizer_name](module.parameters())
     engine.attach_optimizers([optimizer])
     losses = []
     for batch in data():
-        engine.before_forward()
         loss = model(batch.chunk(WORLD)[rank])
         optimizer.zero_grad()
         loss.backward()
@@ -158,14 +157,13 @@ def test_optimizer_state_is_divided() -> None:
 def resume(rank: int, plan: ParallelPlan, module_state: dict[str, Any], optimizer_state: dict[str, Any]) -> Any:
     module = Net()
     module.load_state_dict(module_state)
-    engine = build_engine(plan, module, device=CPU)
-    model = engine.parallelize()
+    engine = Engine(plan, module, device=CPU)
+    model = engine.apply()
     optimizer = OPTIMIZERS["adamw"](module.parameters())
     engine.attach_optimizers([optimizer])
     engine.load_optimizer_state(optimizer, copy.deepcopy(optimizer_state))
     engine.load_module_state(module_state)
     for batch in data():
-        engine.before_forward()
         optimizer.zero_grad()
         model(batch.chunk(WORLD)[rank]).backward()
         optimizer.step()
@@ -197,18 +195,23 @@ def bad_plans(rank: int) -> list[str]:
         uniform_plan(0, data_parallel_size=3),
         uniform_plan(3, data_parallel_size=WORLD, blocks=["layers.0"]),
         uniform_plan(3, data_parallel_size=WORLD, blocks=["blocks.0", "blocks.0.0"]),
-        ParallelPlan(data_parallel_size=WORLD, blocks=(BlockPlan("", OpConfig.zero(0, recompute=True)),)),
+        ParallelPlan.of_blocks(mesh=WORLD, blocks=(BlockPlan("", OpConfig.zero(0, recompute=True)),)),
+        uniform_plan(0, data_parallel_size=WORLD, blocks=["blocks"], recompute=["blocks"]),
+        uniform_plan(2, data_parallel_size=WORLD, blocks=["blocks"]),
     ]
+    Engine(uniform_plan(1, data_parallel_size=WORLD, blocks=["blocks"]), Net(), device=CPU)  # to group parameters
     for plan in plans:
         with pytest.raises(PlanError) as error:
-            build_engine(plan, Net(), device=CPU).parallelize()
+            Engine(plan, Net(), device=CPU).apply()
         messages.append(str(error.value))
     return messages
 
 
 def test_plan_for_another_run_is_refused() -> None:
-    ranks, model, nested, rest = run_ranks(bad_plans, WORLD)[0]
+    ranks, model, nested, rest, *containers = run_ranks(bad_plans, WORLD)[0]
     assert "3 ranks" in ranks and "this run has 2" in ranks
     assert "layers.0" in model
     assert "lies inside" in nested
     assert "cannot be recomputed" in rest
+    for container in containers:
+        assert "'blocks' of the plan is a ModuleList" in container and "blocks.0" in container

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from lightning_topt.communication.collectives import reduce_scatter_into
-from lightning_topt.costs.memory import StepMemory
-from lightning_topt.execution import memory
+from lightning_topt.costs.sizes import gloo_workspace
+from lightning_topt.execution import memory_meter
 from lightning_topt.execution.allocator import return_freed_memory
-from lightning_topt.execution.memory import MemoryMeter, release_free_memory
-from tests.costs.graphs import profile_of, random_graph
+from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
 from tests.launch import run_ranks
 
 MIB = 2**20
@@ -78,8 +77,8 @@ def test_released_memory_is_no_longer_resident():
 
 
 def test_a_platform_that_cannot_say_gives_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / "missing")
-    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "folder" / "missing")
+    monkeypatch.setattr(memory_meter, "_STATUS", tmp_path / "missing")
+    monkeypatch.setattr(memory_meter, "_CLEAR_REFS", tmp_path / "folder" / "missing")
     meter = MemoryMeter(torch.device("cpu"))
     meter.mark_base()
     meter.reset_peak()
@@ -119,6 +118,7 @@ def reduce_peak(rank: int, size: int) -> int | None:
 @linux
 @pytest.mark.parametrize("size", [4 * MIB, 32 * MIB])
 def test_a_reduce_scatter_takes_what_the_cost_model_says(size):
-    model = StepMemory(random_graph(0), profile_of(random_graph(0)), "sharded", 1, 2, "gloo")
+    predicted = gloo_workspace(size, world_size=2)
     for peak in run_ranks(reduce_peak, 2, size):
-        assert peak == pytest.approx(model.reduce_workspace(size), rel=0.1)
+        # Of three pieces; what goes out may be gone before what comes in is there.
+        assert 0.9 * predicted * 2 / 3 <= peak <= 1.1 * predicted

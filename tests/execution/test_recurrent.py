@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_topt.execution.engine import build_engine
+from lightning_topt.execution.engine import Engine
 from lightning_topt.plan.parallel_plan import uniform_plan
 from tests.launch import run_ranks
 
@@ -34,8 +34,8 @@ def train(rank: int, level: int) -> tuple[list[float], list[bool]]:
     torch.manual_seed(0)
     module, x = Recurrent(), torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(rank))
     plan = uniform_plan(level, data_parallel_size=2, blocks=["encoder"] if level else [])
-    engine = build_engine(plan, module, device=torch.device("cpu"))
-    model = engine.parallelize()
+    engine = Engine(plan, module, device=torch.device("cpu"))
+    model = engine.apply()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     engine.attach_optimizers([optimizer])
     losses = []

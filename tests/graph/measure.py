@@ -11,6 +11,14 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_topt.graph.op_graph import Kernel, Op
+
+
+def flops_of(op: Op, direction: str, batch_size: float) -> float:
+    """Floating-point operations of an operator in one direction."""
+    kernels: tuple[Kernel, ...] = getattr(op, direction)
+    return sum(kernel.flops.at(batch_size) * kernel.count for kernel in kernels)
+
 
 def run_step(module: Any, batch: Any) -> Tensor:
     """The loss of one training step, with `log` silent."""
@@ -21,7 +29,19 @@ def run_step(module: Any, batch: Any) -> Tensor:
 
 
 def allocator_peaks(module: nn.Module, batch: Any) -> tuple[int, int]:
-    """Highest bytes allocated since the start of the step in its forward and in its backward, by torch's profiler."""
+    """Highest bytes allocated since the start of the step in its forward and in its backward, by torch's profiler.
+
+    On one thread: kernels with several take memory for each.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _allocator_peaks(module, batch)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _allocator_peaks(module: nn.Module, batch: Any) -> tuple[int, int]:
     run_step(module, batch).backward()
     module.zero_grad(set_to_none=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:

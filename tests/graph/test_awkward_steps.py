@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_topt.graph.capture import capture, may_need_values
+from tests.graph.measure import flops_of
 from tests.launch import run_ranks
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -79,7 +80,7 @@ def test_mixtures_of_experts_under_autocast(experts: Any) -> None:
     module = experts()
     real = capture(module, X, forward_context=bfloat16, batch_scaling=False, real=True)
     assert [block.name for block in real.blocks if "experts" in block.name] == [f"experts.{i}" for i in range(4)]
-    assert sum(op.forward_flops(4) for op in real.ops) > 2 * 4 * (64 + 32)
+    assert sum(flops_of(op, "forward", 4) for op in real.ops) > 2 * 4 * (64 + 32)
     if experts is CapacityExperts:
         assert capture(module, X, forward_context=bfloat16, batch_scaling=False) == real
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch import nn
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.step_run import StepRun
-from tests.graph.measure import BlockMemory, allocator_peaks, run_step, saved_bytes
+from lightning_topt.graph.timeline import StepMemory
+from tests.graph.measure import BlockMemory, allocator_peaks, flops_of, run_step, saved_bytes
 from tests.models import GPT, MLP, Branching, CalledTwice, ConvNet, DictBatch, batch_for
 
 MODELS = [
@@ -36,7 +37,7 @@ every_model = pytest.mark.parametrize("module", MODELS, ids=MODEL_IDS)
 
 
 def flops(graph: OpGraph, direction: str, batch_size: int) -> float:
-    return sum(getattr(op, f"{direction}_flops")(batch_size) for op in graph.ops)
+    return sum(flops_of(op, direction, batch_size) for op in graph.ops)
 
 
 # ---- compute --------------------------------------------------------------------------------------------------------
@@ -182,12 +183,11 @@ WIDE += [ConvNet(8), MLP((512, 512, 512, 512)), Branching(256), CalledTwice(256)
 )
 def test_peaks_are_those_of_the_real_allocator(module: Any) -> None:
     batch = batch_for(module, 16)
-    _, recording, _ = StepRun(module).record(batch)
-    for storage in recording.storages:
-        storage.is_gradient = False  # the allocator counts parameter gradients
-    start = recording.backward_start
-    recording.workspaces = [0.0] * len(recording.workspaces)  # torch's allocator does not see oneDNN's own memory
-    predicted = recording.live_bytes[:start].max(), recording.live_bytes[start:].max()
+    step = capture(module, batch).step
+    # The allocator counts parameter gradients, and does not see oneDNN's own memory.
+    tensors = tuple(replace(tensor, gradient_of=None) for tensor in step.tensors)
+    live = StepMemory(replace(step, tensors=tensors, workspaces=()), 16).live
+    predicted = live[: step.backward_start].max(), live[step.backward_start :].max()
     # Kernels put a few scalars of their own beside the tensors.
     assert predicted == pytest.approx(allocator_peaks(module, batch), rel=1e-3, abs=64)
 
@@ -212,16 +212,15 @@ def test_segments_cover_forward_and_backward() -> None:
     module = GPT(3)
     batch = batch_for(module)
     graph = capture(module, batch)
-    _, recording, _ = StepRun(module).record(batch)
     kept, forward, backward = 0.0, [], []
     for segment in graph.timeline:
         forward.append(kept + segment.forward_peak_bytes.at(4))
         kept += segment.kept_bytes.at(4)
         backward.append(kept + segment.backward_peak_bytes.at(4))
         assert 0 <= segment.output_bytes.at(4) <= segment.kept_bytes.at(4)
-    start = recording.backward_start
-    assert max(forward) == recording.live_bytes[:start].max()
-    assert max(backward) == recording.live_bytes[start:].max()
+    start, live = graph.step.backward_start, StepMemory(graph.step, 4).live
+    assert max(forward) == live[:start].max()
+    assert max(backward) == live[start:].max()
     assert [segment.block for segment in graph.timeline] == ["", "blocks.0", "blocks.1", "blocks.2", ""]
     block = graph.timeline[2]
     hidden = 8 * 16 * 4
@@ -252,7 +251,9 @@ def test_recomputing_keeps_an_input_that_nothing_else_keeps() -> None:
 def test_amounts_are_linear_in_the_batch(module: Any) -> None:
     small, large = (capture(module, batch_for(module, size)) for size in (4, 12))
     for a, b in zip(small.ops, large.ops, strict=True):
-        assert a.forward_flops(12) == b.forward_flops(12) and a.backward_flops(12) == b.backward_flops(12)
+        assert flops_of(a, "forward", 12) == flops_of(b, "forward", 12) and flops_of(a, "backward", 12) == flops_of(
+            b, "backward", 12
+        )
         assert a.saved_bytes.at(12) == b.saved_bytes.at(12)
         assert [k.bytes.at(12) for k in a.forward] == [k.bytes.at(12) for k in b.forward]
         for spec, other in zip(a.outputs, b.outputs, strict=True):
@@ -388,5 +389,5 @@ def test_one_sample_is_captured_as_two():
     assert one.batch_size == 2
     for graph in (one, capture(module, batch_for(module, 1), second_batch=batch_for(module, 2))):
         assert graph.blocks == two.blocks and graph.parameters == two.parameters
-        flops = [sum(op.forward_flops(3) + op.backward_flops(3) for op in g.ops) for g in (graph, two)]
+        flops = [sum(flops_of(op, "forward", 3) + flops_of(op, "backward", 3) for op in g.ops) for g in (graph, two)]
         assert flops[0] == pytest.approx(flops[1])

@@ -12,6 +12,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_topt.graph.capture import CaptureError, capture
+from tests.graph.measure import flops_of
 from tests.models import GPT, MLP, ConvNet, batch_for
 
 
@@ -288,7 +289,7 @@ def test_gradient_inside_the_step() -> None:
 
     graph = capture(Penalty(), X)
     assert any(op.kind == "aten.tanh_backward" for op in graph.ops)
-    assert sum(op.backward_flops(4) for op in graph.ops) > 0
+    assert sum(flops_of(op, "backward", 4) for op in graph.ops) > 0
 
 
 def test_checkpointed_module() -> None:
@@ -308,7 +309,7 @@ def test_checkpointed_module() -> None:
         graph = capture(Checkpointed(use_reentrant), X)
         recomputed = [k.name for op in graph.ops for k in op.backward if k.name == "aten.tanh.default"]
         assert len(recomputed) == 1
-        products = sum(op.backward_flops(4) for op in graph.ops) / (2 * 4 * 64)
+        products = sum(flops_of(op, "backward", 4) for op in graph.ops) / (2 * 4 * 64)
         # Two for each of four layers but the first, and those computed again; torch's newer form stops before the last.
         assert products == 7 + (2 if use_reentrant else 1)
 
@@ -325,8 +326,8 @@ def test_recurrent_modules() -> None:
 
     graph = capture(Recurrent(), torch.zeros(4, 5, 8))
     lstm = next(op for op in graph.ops if op.kind == "LSTM")
-    assert lstm.forward_flops(4) == 2 * 4 * 5 * (8 * 32 + 8 * 32)
-    assert lstm.backward_flops(4) >= 1.5 * lstm.forward_flops(4)
+    assert flops_of(lstm, "forward", 4) == 2 * 4 * 5 * (8 * 32 + 8 * 32)
+    assert flops_of(lstm, "backward", 4) >= 1.5 * flops_of(lstm, "forward", 4)
 
 
 @pytest.mark.parametrize("compiled", ["submodule", "call"])

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_topt.costs.estimate import StepModel
 from lightning_topt.costs.optimizer import read_optimizer
+from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.structures import map_tensors, tensors_in
 from tests.costs.graphs import cluster_of
+from tests.graph.measure import flops_of
 from tests.models import GPT, Branching, ConvNet, batch_for
 
 
@@ -38,7 +40,7 @@ LIST = [{"x": torch.zeros(3, 8), "weight": torch.zeros(())}, {"x": torch.zeros(5
 def test_list_of_samples_of_different_sizes() -> None:
     graph = capture(Detector(), LIST, batch_scaling=False)
     assert graph.batch_size == 1 and not graph.batch_scaling
-    assert sum(op.forward_flops(1) for op in graph.ops) == 2 * 8 * 8 * 4
+    assert sum(flops_of(op, "forward", 1) for op in graph.ops) == 2 * 8 * 8 * 4
     assert graph.input_bytes.at(1) == 8 * 8 * 4 + 2 * 4
     assert OpGraph.from_json(graph.to_json()) == graph
 
@@ -82,7 +84,7 @@ def test_the_step_is_called_as_lightning_calls_it(kind: type[Detector]) -> None:
 def test_amounts_are_those_of_a_capture_that_scales(module: Any) -> None:
     one, scaled = capture(module, batch_for(module), batch_scaling=False), capture(module, batch_for(module))
     assert one.batch_size == 4 and [op.name for op in one.ops] == [op.name for op in scaled.ops]
-    assert [op.forward_flops(4) for op in one.ops] == [op.forward_flops(4) for op in scaled.ops]
+    assert [flops_of(op, "forward", 4) for op in one.ops] == [flops_of(op, "forward", 4) for op in scaled.ops]
     for a, b in zip(one.timeline, scaled.timeline, strict=True):
         assert a.kept_bytes.at(4) == b.kept_bytes.at(4) and a.backward_peak_bytes.at(4) == b.backward_peak_bytes.at(4)
 
@@ -94,9 +96,9 @@ def test_costs_refuse_other_batch_sizes() -> None:
         [torch.optim.SGD(module.parameters(), lr=0.1)], named_parameters=[*module.named_parameters()], device_type="cpu"
     )
     cluster = cluster_of()
-    assert StepModel(graph, cluster, profile, 2, 4)
+    assert TrainingStep(graph, cluster, profile, data_mesh(2), 4)
     with pytest.raises(ValueError, match=r"captured for batches of 4 sample.*batch_scaling=True"):
-        StepModel(graph, cluster, profile, 2, 8)
+        TrainingStep(graph, cluster, profile, data_mesh(2), 8)
 
 
 def test_second_batch_needs_scaling() -> None:

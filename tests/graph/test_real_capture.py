@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_topt.graph.capture import CaptureError, capture, may_need_values
 from lightning_topt.graph.op_graph import OpGraph
+from tests.graph.measure import flops_of
 from tests.graph.test_capture import MODEL_IDS, MODELS
 from tests.launch import run_ranks
 from tests.models import batch_for
@@ -88,8 +89,8 @@ def test_steps_that_depend_on_values(module: Any) -> None:
         assert may_need_values(caught.value)
     before = {name: (value.clone(), value._version) for name, value in module.state_dict(keep_vars=True).items()}
     graph = capture(module, X, batch_scaling=False, real=True)
-    assert sum(op.forward_flops(4) for op in graph.ops) >= 2 * 4 * 64
-    assert sum(op.backward_flops(4) for op in graph.ops) >= 2 * 4 * 64
+    assert sum(flops_of(op, "forward", 4) for op in graph.ops) >= 2 * 4 * 64
+    assert sum(flops_of(op, "backward", 4) for op in graph.ops) >= 2 * 4 * 64
     assert graph.unused == () and OpGraph.from_json(graph.to_json()) == graph
     for name, value in module.state_dict(keep_vars=True).items():
         assert torch.equal(value, before[name][0]) and value._version == before[name][1] and value.grad is None
@@ -176,7 +177,7 @@ def test_options_that_contradict() -> None:
 
 def test_two_real_batches_scale() -> None:
     graph = capture(Item(), X, second_batch=torch.cat([X, X[:2]]), real=True)
-    assert graph.batch_scaling and graph.ops[0].forward_flops(10) == 2 * 10 * 64
+    assert graph.batch_scaling and flops_of(graph.ops[0], "forward", 10) == 2 * 10 * 64
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------

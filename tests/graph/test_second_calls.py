@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_topt.execution.checkpointing import apply_recomputation
 from lightning_topt.graph.capture import capture
+from lightning_topt.techniques.recomputation import apply_recomputation
 from tests.models import GPT, batch_for
 
 CALLS = 0

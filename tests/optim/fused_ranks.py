@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.node.rows import NodeRows
-from lightning_topt.optim import forward_gather
-from lightning_topt.optim.gather import PieceGather
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.optim.reduce_scatter import ReduceScatterExchange
 from lightning_topt.optim.scattered_gradients import ScatteredGradients
@@ -60,14 +56,6 @@ def make_optimizer(name: str, model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-class LateGather(PieceGather):
-    """Sends nothing before it is waited for."""
-
-    def start(self, indices: Collection[int] | None = None) -> Any:
-        gather = super().start
-        return SimpleNamespace(wait=lambda: gather(indices).wait())
-
-
 class Fused:
     """A DDP module whose step becomes parallel as soon as its buckets are final."""
 
@@ -75,28 +63,21 @@ class Fused:
         self,
         ddp: DistributedDataParallel,
         *optimizers: Optimizer,
-        overlap: str = "",
         node: bool = False,
         timeout_seconds: float = 60,
     ) -> None:
-        self.ddp, self.optimizers, self.overlap = ddp, optimizers, overlap
+        self.ddp, self.optimizers = ddp, optimizers
         self.node = NodeRows(dist.group.WORLD, timeout_seconds=timeout_seconds) if node else None
         self.exchange = ReduceScatterExchange(ddp, timeout_seconds=timeout_seconds, node=self.node)
         self.gradients = ScatteredGradients(self.exchange, optimizers=optimizers)
-        self.gather: forward_gather.ForwardGather | None = None
         self.begun = False
 
     def before_step(self) -> None:
         if self.exchange.ready and not self.begun:
             self.begun = True
-            steps = [
-                install_parallel_step(o, pieces=self.exchange.pieces_of(o), node=self.node) for o in self.optimizers
-            ]
+            for optimizer in self.optimizers:
+                install_parallel_step(optimizer, pieces=self.exchange.pieces_of(optimizer), node=self.node)
             self.exchange.begin(self.optimizers)
-            if self.overlap:
-                forward_gather.CHUNK_BYTES = 2000  # several, in this process
-                forward_gather.PieceGather = LateGather if self.overlap == "late" else PieceGather
-                self.gather = forward_gather.ForwardGather(self.ddp.module, steps=steps)
 
 
 def backward(ddp: DistributedDataParallel, *, rank: int, step: int) -> None:

@@ -22,9 +22,9 @@ from tests.optim.fused_ranks import Fused, Net, backward, loss_of, make_optimize
 STEPS = 55
 
 
-def compare(rank: int, name: str, options: dict[str, Any], overlap: str) -> dict[str, Any]:
+def compare(rank: int, name: str, options: dict[str, Any], node: bool) -> dict[str, Any]:
     plain = wrap(**options)
-    fused = Fused(wrap(**options), overlap=overlap if overlap != "node" else "", node=overlap == "node")
+    fused = Fused(wrap(**options), node=node)
     fused.optimizers = (make_optimizer(name, fused.ddp),)
     optimizer = make_optimizer(name, plain)
     for step in range(STEPS):
@@ -47,19 +47,17 @@ def compare(rank: int, name: str, options: dict[str, Any], overlap: str) -> dict
 
 
 @pytest.mark.parametrize(
-    ("world_size", "name", "options", "overlap"),
+    ("world_size", "name", "options", "node"),
     [
-        (1, "sgd", {}, "early"),
-        (2, "adamw", {}, "late"),
-        (2, "sgd", {"gradient_as_bucket_view": False}, ""),
-        (3, "sgd", {}, "early"),
-        (4, "adamw", {"gradient_as_bucket_view": False}, "early"),
-        (2, "adamw", {}, "node"),
-        (3, "sgd", {"gradient_as_bucket_view": False}, "node"),
+        (1, "sgd", {}, False),
+        (2, "sgd", {"gradient_as_bucket_view": False}, False),
+        (4, "adamw", {"gradient_as_bucket_view": False}, False),
+        (2, "adamw", {}, True),
+        (3, "sgd", {"gradient_as_bucket_view": False}, True),
     ],
 )
-def test_parameters_are_those_of_plain_ddp(world_size, name, options, overlap):
-    for result in run_ranks(compare, world_size, name, options, overlap):
+def test_parameters_are_those_of_plain_ddp(world_size, name, options, node):
+    for result in run_ranks(compare, world_size, name, options, node):
         assert result["worst"] <= (0.0 if world_size <= 2 else 2e-5)  # a sum of two terms has one order only
         assert result["share"] == pytest.approx(1 / world_size, rel=0.05)
 

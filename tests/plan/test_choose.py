@@ -73,7 +73,7 @@ def mixed(
     blocks = [BlockPlan(f"b{k}", OpConfig.zero(level, recompute=again)) for k, (level, again) in enumerate(configs)]
     root = (2 if configs[0][0] >= 2 else configs[0][0]) if root is None else root
     exchange = ExchangeOptions() if lossy else None
-    plan = ParallelPlan(2, (*blocks, BlockPlan("", OpConfig.zero(root))), gradient_exchange=exchange)
+    plan = ParallelPlan.of_blocks((*blocks, BlockPlan("", OpConfig.zero(root))), mesh=2, gradient_exchange=exchange)
     return PlanPoint(seconds, mib * MIB, 2, plan)
 
 
@@ -196,3 +196,9 @@ def test_frontier_drops_what_is_beaten_per_device_count_and_round_trips() -> Non
     assert PlanFrontier.from_json(frontier.to_json()) == frontier
     with pytest.raises(ValueError, match="schema version"):
         PlanFrontier.from_json("{}")
+
+
+def test_milliseconds_that_no_prediction_knows_buy_no_complicated_plan() -> None:
+    tiny = [mixed(0.010, 100, (0, False)), mixed(0.0083, 90, (1, False))]
+    assert choose(tiny).plan.blocks[0].config.storage.level == 0
+    assert choose(tiny, time_error_seconds=0.0).plan.blocks[0].config.storage.level == 1

@@ -21,9 +21,9 @@ from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
 
 ROOT = Path(__file__).parents[2]
-PLAN = ParallelPlan(
-    2,
+PLAN = ParallelPlan.of_blocks(
     (BlockPlan("a", OpConfig.zero(1, recompute=True)), BlockPlan("", OpConfig.zero(0))),
+    mesh=2,
     model="M",
     fingerprint="f",
     batch_size=4,
@@ -137,16 +137,16 @@ def test_plans_with_many_things_wrong(seed: int) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (("data_parallel_size",), True, "data_parallel_size must be a whole number of at least 1, got True"),
-        (("data_parallel_size",), -2, "at least 1, got -2"),
+        (("mesh", 0, "size"), True, r"mesh\[0\].size must be a whole number of at least 1, got True"),
+        (("mesh", 0, "size"), -2, "at least 1, got -2"),
         (("batch_size",), -4, "batch_size must be a whole number"),
         (("model",), ["M"], "model must be text"),
         (("version",), True, "version is True"),
         (("predicted", "step_seconds"), math.nan, "predicted.step_seconds must be finite"),
         (("predicted",), {}, "predicted must be a mapping with the entries"),
-        (("blocks",), "text", "blocks must be a list"),
-        (("blocks", 0, "parameters"), ["replicate"], "is not a placement"),
-        (("blocks", 0, "recompute"), 1, "recompute must be true or false"),
+        (("stages", 0, "blocks"), "text", "blocks must be a list"),
+        (("stages", 0, "blocks", 0, "parameters"), ["replicate"], "is not a placement"),
+        (("stages", 0, "blocks", 0, "recompute"), 1, "recompute must be true or false"),
         (("gradient_exchange", "density"), math.nan, "gradient_exchange: density"),
         (("gradient_exchange", "exempt"), "norm", "gradient_exchange: exempt"),
     ],
@@ -163,13 +163,13 @@ def test_values_that_refer_to_one_another_many_times() -> None:
         bomb = [bomb] * 10
     loop: dict[str, Any] = {"version": 1, "data_parallel_size": 2}
     loop["blocks"] = [loop]
-    for data in ({**PLAN.to_dict(), "blocks": bomb}, {**PLAN.to_dict(), "reason": bomb}, loop, bomb):
+    for data in ({**PLAN.to_dict(), "stages": bomb}, {**PLAN.to_dict(), "reason": bomb}, loop, bomb):
         refuses(ParallelPlan.from_dict, data, PlanError)
         refuses(Cluster.from_dict, data, ClusterError)
 
 
 def test_large_plans_are_read() -> None:
     blocks = (*(BlockPlan(f"layers.{k}", OpConfig.zero(1)) for k in range(2000)), BlockPlan("", OpConfig.zero(1)))
-    plan = ParallelPlan(2, blocks)
+    plan = ParallelPlan.of_blocks(blocks, mesh=2)
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
     assert Cluster.from_dict(yaml.safe_load(yaml.safe_dump(CLUSTER.to_dict()))) == CLUSTER

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from lightning_topt.communication.options import ExchangeOptions
-from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
+from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
+from lightning_topt.graph.op_config import OpConfig, Partial, Replicate, Shard, Storage
 from lightning_topt.plan.gradient_exchange import describe_exchange, is_lossy
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction, uniform_plan
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction, StagePlan, uniform_plan
 
 HAND_WRITTEN = """
 version: 1
@@ -22,10 +23,77 @@ blocks:
 """
 
 
+HAND_WRITTEN_2 = """
+version: 2
+mesh:
+- {name: data_replicate, size: 2, scope: inter}
+- {name: data_shard, size: 2}
+stages:
+- blocks:
+  - {block: blocks.0, storage: hybrid, recompute: true}
+  - block: blocks.1
+    parameters: {data_replicate: replicate, data_shard: shard(0)}
+    gradients: shard(0)
+    optimizer_state: shard(0)
+    computes: {inputs: [shard(0)], parameters: {weight: replicate}}
+  - {block: "", storage: ddp}
+"""
+
+
+def test_a_mesh_of_two_axes() -> None:
+    plan = ParallelPlan.from_yaml(HAND_WRITTEN_2)
+    assert plan.mesh == hybrid_mesh(2, 2) and plan.data_parallel_size == 4
+    hybrid, own, rest = (block.config for block in plan.blocks)
+    assert hybrid == OpConfig.zero(3, recompute=True, axes=2, over=[1])
+    assert own.storage == Storage((Replicate(), Shard(0)), (Shard(0),) * 2, (Shard(0),) * 2)
+    assert own.inputs == ((Shard(0), Shard(0)),) and own.parameters == (("weight", (Replicate(), Replicate())),)
+    assert rest == OpConfig.zero(0, axes=2)
+    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
+    assert plan.summary() == "1 x hybrid ZeRO-3 + recompute, 1 x ZeRO-3, 1 x DDP on data_replicate 2 x data_shard 2"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("name: data_shard", "name: data_replicate"), "no two with the same name"),
+        (("size: 2, scope", "size: 0, scope"), r"mesh\[0\].size must be"),
+        (("scope: inter", "scope: rack"), "scope must be one of"),
+        (("scope: inter", "scopes: inter"), "unknown entries"),
+        (("storage: hybrid", "storage: zero4"), "storage is one of ddp, zero1"),
+        (("storage: hybrid", "storage: hybrid, gradients: shard(0)"), "unknown entries"),
+        (("data_shard: shard(0)}", "shard: shard(0)}"), "names each axis of the mesh"),
+        (("inputs: [shard(0)]", "inputs: shard(0)"), "computes.inputs is a list"),
+        (("computes: {inputs", "computes: {input"), "computes is a mapping with"),
+        (("- blocks:", "- block:"), r"stages\[0\] must be a mapping"),
+    ],
+)
+def test_wrong_meshes_and_placements_say_what_is_wrong(change: tuple[str, str], says: str) -> None:
+    assert change[0] in HAND_WRITTEN_2
+    with pytest.raises(PlanError, match=says):
+        ParallelPlan.from_yaml(HAND_WRITTEN_2.replace(*change))
+
+
+def test_groups_of_a_mesh() -> None:
+    mesh = hybrid_mesh(2, 4)
+    assert mesh.size == 8 and mesh.stride([1]) == 1 and mesh.stride([0]) == 4 and mesh.stride([0, 1]) == 1
+    assert mesh.ranks_along([0]) == 2 and mesh.ranks_along([0, 1]) == 8 and mesh.data_axes == (0, 1)
+    with pytest.raises(ValueError, match="identifier"):
+        Mesh((Axis("data shard", 2),))
+
+
 def test_round_trip(tmp_path: Path) -> None:
     blocks = tuple(BlockPlan(f"b{stage}", OpConfig.zero(stage, recompute=stage == 3)) for stage in (2, 3))
     predicted = Prediction(1.5, 2.0**30, 1.0, 0.5)
-    plan = ParallelPlan(4, (*blocks, BlockPlan("", OpConfig.zero(2))), "GPT", "ab" * 8, 3, "here", predicted, "because")
+    plan = ParallelPlan(
+        data_mesh(4),
+        (StagePlan((*blocks, BlockPlan("", OpConfig.zero(2)))),),
+        "GPT",
+        "ab" * 8,
+        3,
+        "here",
+        predicted,
+        "because",
+    )
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
     plan.save(tmp_path / "plan.yaml")
     assert ParallelPlan.load(tmp_path / "plan.yaml").reason == "because"
@@ -33,15 +101,16 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_hand_written() -> None:
     plan = ParallelPlan.from_yaml(HAND_WRITTEN)
-    assert [block.config.zero_stage for block in plan.blocks] == [3, 2] and plan.blocks[0].config.recompute
-    assert plan.is_sharded and plan.fingerprint is None
+    assert [block.config.storage.level for block in plan.blocks] == [3, 2] and plan.blocks[0].config.recompute
+    assert not plan.keeps_gradients_whole and plan.fingerprint is None
     assert plan.summary() == "1 x ZeRO-3 + recompute, 1 x ZeRO-2"
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (("version: 1", "version: 2"), "version is 2"),
+        (("version: 1", "version: 3"), "version is 3"),
+        (("version: 1", "version: 2"), "unknown entries.*blocks"),
         (("data_parallel_size: 2", "data_parallel_size: 0"), "at least 1"),
         (("data_parallel_size: 2", "data_parallel_size: true"), "whole number"),
         (("data_parallel_size: 2", ""), "'data_parallel_size' is missing"),
@@ -50,10 +119,6 @@ def test_hand_written() -> None:
         (('block: ""', "block: 7"), r"blocks\[1\]"),
         (("parameters: replicate", "parameters: sharded"), "'sharded' is not a placement"),
         (("parameters: replicate", "parameters: 3"), r"blocks\[1\]"),
-        (
-            ("gradients: shard(0), optimizer_state: shard(0)}", "gradients: replicate, optimizer_state: replicate}"),
-            "mixes",
-        ),
         (("parameters: shard(0), gradients: shard(0)", "parameters: shard(0), gradients: replicate"), "need sharded"),
         (("recompute: true", "recompute: 1"), "true or false"),
         (("recompute: true", "recomputed: true"), "recomputed"),
@@ -65,13 +130,19 @@ def test_wrong_plans_say_what_is_wrong(change: tuple[str, str], says: str) -> No
         ParallelPlan.from_yaml(HAND_WRITTEN.replace(*change))
 
 
-def test_zero_stages_are_placements() -> None:
-    assert OpConfig.zero(2) == OpConfig(Replicate(), Shard(0), Shard(0))
-    assert [OpConfig.zero(stage).zero_stage for stage in range(4)] == [0, 1, 2, 3]
+def test_zero_levels_are_placements() -> None:
+    assert OpConfig.zero(2) == OpConfig(Storage((Replicate(),), (Shard(0),), (Shard(0),)))
+    assert [OpConfig.zero(stage).storage.level for stage in range(4)] == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="0, 1, 2 or 3"):
         OpConfig.zero(4)
-    with pytest.raises(ValueError, match="dim 0"):
-        OpConfig(Shard(1), Shard(0), Shard(0))
+    hybrid = Storage.zero(3, axes=2, over=[1])
+    assert (
+        hybrid.parameters == (Replicate(), Shard(0)) and hybrid.sharded_axes("gradients") == (1,) and hybrid.level == 3
+    )
+    with pytest.raises(ValueError, match=r"never|partial"):
+        Storage((Replicate(),), (Partial(),), (Shard(0),))
+    with pytest.raises(ValueError, match="need sharded"):  # along each axis by itself
+        Storage((Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(0)))
 
 
 def test_uniform_plan_never_recomputes_the_rest() -> None:
@@ -134,7 +205,6 @@ def test_plans_with_whole_gradients_are_written_as_before() -> None:
         (("density: 0.02", "debug: true"), r"unknown entries \['debug'\]"),
         (('{method: topk, density: 0.02, hierarchical: false, exempt: [norm, "head.*"]}', "topk"), "mapping"),
         (('{method: topk, density: 0.02, hierarchical: false, exempt: [norm, "head.*"]}', "{method: dense}"), "leave"),
-        (("data_parallel_size: 2", "data_parallel_size: 1"), "a single rank"),
     ],
 )
 def test_wrong_gradient_exchanges_say_what_is_wrong(change: tuple[str, str], says: str) -> None:
@@ -147,8 +217,6 @@ def test_wrong_gradient_exchanges_say_what_is_wrong(change: tuple[str, str], say
 @pytest.mark.parametrize(
     ("exchange", "stage", "says"),
     [
-        (ExchangeOptions(), 2, "needs whole gradients"),
-        (ExchangeOptions(), 3, "needs whole gradients"),
         (ExchangeOptions(momentum=0.9), 0, "momentum is not part of a plan"),
         (ExchangeOptions(timeout_seconds=1), 0, "timeout_seconds is not part"),
         (ExchangeOptions(method="dense", hierarchical=False), 0, "needs hierarchical"),

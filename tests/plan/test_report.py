@@ -31,7 +31,10 @@ def point(seconds, size, *, devices=2, stage=0, name="layers.0", model="GPT"):
     blocks = (BlockPlan(name, OpConfig.zero(stage, recompute=True)), BlockPlan("", OpConfig.zero(stage)))
     predicted = Prediction(seconds, size, 0.75 * seconds, 0.25 * seconds)
     return PlanPoint(
-        seconds, size, devices, ParallelPlan(devices, blocks, model=model, batch_size=8, predicted=predicted)
+        seconds,
+        size,
+        devices,
+        ParallelPlan.of_blocks(blocks, mesh=devices, model=model, batch_size=8, predicted=predicted),
     )
 
 
@@ -205,7 +208,7 @@ def test_page_escapes_text(tmp_path):
 def test_page_numbers(tmp_path):
     points = [
         point(0.5, GIB, devices=4),
-        dataclasses.replace(point(0.25, 2 * GIB), plan=ParallelPlan(2, point(1, 1).plan.blocks)),
+        dataclasses.replace(point(0.25, 2 * GIB), plan=ParallelPlan.of_blocks(point(1, 1).plan.blocks, mesh=2)),
     ]
     _, parsed = page(tmp_path, points, points[0], memory_limit=80 * GIB)
     bare, full = (entry["numbers"] for entry in parsed.data["points"])

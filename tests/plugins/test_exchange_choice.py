@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,12 +9,9 @@ import pytest
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication.options import METHODS, ExchangeOptions
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.costs.estimate import StepModel, explain, legal_configs, legal_families
-from lightning_topt.costs.exchange import legal_exchanges
-from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plugins.allowed_exchanges import DEFAULT_CANDIDATES, AllowedExchanges
-from lightning_topt.plugins.planning import search_plans
 from tests.costs.graphs import profile_of, random_graph
 
 EXCHANGES = (
@@ -33,54 +29,10 @@ def cluster(bandwidth: float, *, overlap: float = 0.5) -> Cluster:
     return Cluster("toy", device, 2, 3, Link(1e-5, max(bandwidth, 1e5)), Link(1e-5, bandwidth), overlap=overlap)
 
 
-def every_plan(graph, *, cluster, optimizer, count, exchanges):
-    """All plans, one after another."""
-    uniform = uniform_plan(0, data_parallel_size=count)
-    for family in legal_families(optimizer, data_parallel_size=count):
-        arguments = {"family": family, "optimizer": optimizer, "data_parallel_size": count}
-        configs = [legal_configs(block, **arguments) for block in graph.blocks]
-        found = [e for options in exchanges for e in legal_exchanges(options, cluster=cluster, world_size=count)]
-        for exchange in (None, *(found if family == "replicated" else [])):
-            model = StepModel(graph, cluster, optimizer, count, 12 // count, family, exchange=exchange)
-            for choice in itertools.product(*configs):
-                result = explain(model, {b.name: config for b, config in zip(graph.blocks, choice, strict=True)})
-                yield PlanPoint(
-                    result.step_seconds, result.peak_bytes, count, replace(uniform, gradient_exchange=exchange)
-                )
-
-
-@pytest.mark.parametrize("bandwidth", [30.0, 3e4])
-@pytest.mark.parametrize("seed", range(6))
-def test_search_is_brute_force_over_blocks_and_exchanges(seed, bandwidth):
-    graph, machines = random_graph(seed, num_blocks=2), cluster(bandwidth)
-    optimizer = replace(profile_of(graph), by_parameter=False)  # with ZeRO 1 the search has bounds to go by
-    counts = (2, 6)
-    found = search_plans(
-        graph, cluster=machines, optimizer=optimizer, device_counts=counts, global_batch_size=12, exchanges=EXCHANGES
-    )
-    everything = [
-        point
-        for count in counts
-        for point in every_plan(graph, cluster=machines, optimizer=optimizer, count=count, exchanges=EXCHANGES)
-    ]
-    expected = PlanFrontier.of(everything)
-    known = {(p.devices, p.step_seconds, p.peak_bytes) for p in everything}
-    assert {(p.devices, p.step_seconds, p.peak_bytes) for p in found.uniform} <= known
-    assert [(p.devices, p.step_seconds, p.peak_bytes) for p in found.points] == [
-        (p.devices, pytest.approx(p.step_seconds), pytest.approx(p.peak_bytes)) for p in expected.points
-    ]
-
-
 def chosen(bandwidth, exchanges):
     graph = random_graph(3)
-    frontier = search_plans(
-        graph,
-        cluster=cluster(bandwidth),
-        optimizer=profile_of(graph),
-        device_counts=(6,),
-        global_batch_size=12,
-        exchanges=exchanges,
-    )
+    machines = cluster(bandwidth)
+    frontier = search_plans(SearchRequest(graph, machines, profile_of(graph), (6,), 12, exchanges=exchanges))
     return min(frontier.points, key=lambda point: point.step_seconds)
 
 
@@ -95,8 +47,8 @@ def test_compression_is_chosen_where_it_is_faster_and_only_there():
 def test_a_searched_plan_says_whether_it_exchanges_by_nodes():
     for exchange in (ExchangeOptions(density=0.1), ExchangeOptions(method="dense", hierarchical=True)):
         graph = random_graph(3)
-        given = {"cluster": cluster(30.0), "optimizer": profile_of(graph), "global_batch_size": 12}
-        points = search_plans(graph, device_counts=(6,), exchanges=[exchange], **given).points
+        request = SearchRequest(graph, cluster(30.0), profile_of(graph), (6,), 12, exchanges=[exchange])
+        points = search_plans(request).points
         assert {p.plan.gradient_exchange.hierarchical for p in points if p.plan.gradient_exchange} <= {True, False}
         for p in points:
             assert p.plan == type(p.plan).from_yaml(p.plan.to_yaml())

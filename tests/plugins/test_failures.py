@@ -37,8 +37,8 @@ def fit_error(rank: int, options: dict[str, Any], module: L.LightningModule) -> 
         ("version: 99", "version"),
         ("kind: Deployment\nversion: 1", "unknown entries"),
         (GOOD.to_yaml().replace("shard(0)", "shard(x)", 1), "shard"),
-        (GOOD.to_yaml().replace("data_parallel_size: 2", "data_parallel_size: two"), "whole number"),
-        (GOOD.to_yaml().split("blocks:")[0], "missing"),
+        (GOOD.to_yaml().replace("size: 2", "size: two"), "whole number"),
+        (GOOD.to_yaml().split("stages:")[0], "missing"),
     ],
 )
 def test_corrupt_or_foreign_plan_file(tmp_path: Path, text: str, says: str) -> None:
@@ -54,7 +54,10 @@ def test_corrupt_or_foreign_plan_file(tmp_path: Path, text: str, says: str) -> N
     [
         (uniform_plan(0, data_parallel_size=4), "4 ranks, this run has 2"),
         (uniform_plan(3, data_parallel_size=2, blocks=["encoder.0"]), "encoder.0"),
-        (ParallelPlan(2, GOOD.blocks, model="Other", fingerprint="0123456789abcdef"), "made for another model"),
+        (
+            ParallelPlan.of_blocks(GOOD.blocks, mesh=2, model="Other", fingerprint="0123456789abcdef"),
+            "made for another model",
+        ),
     ],
 )
 def test_plan_of_another_run(plan: ParallelPlan, says: str) -> None:

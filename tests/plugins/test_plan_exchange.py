@@ -17,7 +17,8 @@ from torch import Tensor
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster, Device, Link
-from lightning_topt.execution.engine import build_engine
+from lightning_topt.execution.engine import Engine
+from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
@@ -31,7 +32,7 @@ BLOCKS = (("blocks.0", 1), ("blocks.1", 0), ("", 1))
 def plan_with(exchange: ExchangeOptions | None, *, ranks: int = 2) -> ParallelPlan:
     """ZeRO 0 and 1, one block recomputed."""
     blocks = (BlockPlan(name, OpConfig.zero(stage, recompute=name == "blocks.1")) for name, stage in BLOCKS)
-    return ParallelPlan(ranks, tuple(blocks), gradient_exchange=exchange)
+    return ParallelPlan.of_blocks(blocks, mesh=ranks, gradient_exchange=exchange)
 
 
 def fit(
@@ -182,7 +183,7 @@ def test_it_resumes_whole_and_on_another_number_of_ranks(tmp_path: Path) -> None
     on_ranks(save, path)
     for losses, _, statistics in on_ranks(resume, path, "ddp"):
         assert len(losses) == 4 and statistics is None
-    for losses, _, statistics in on_ranks(resume, path, replace(TOPK, data_parallel_size=4), world_size=4):
+    for losses, _, statistics in on_ranks(resume, path, replace(TOPK, mesh=data_mesh(4)), world_size=4):
         assert len(losses) == 2 and statistics.residual_norm > 0
 
 
@@ -222,9 +223,11 @@ def test_an_overflow_skips_the_step_on_all_ranks() -> None:
 def plain(rank: int) -> Any:
     torch.manual_seed(rank)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    plan = ParallelPlan(2, (BlockPlan("", OpConfig.zero(1)),), gradient_exchange=ExchangeOptions(density=0.2))
-    engine = build_engine(plan, module, device=torch.device("cpu"))
-    model = engine.parallelize()
+    plan = ParallelPlan.of_blocks(
+        (BlockPlan("", OpConfig.zero(1)),), mesh=2, gradient_exchange=ExchangeOptions(density=0.2)
+    )
+    engine = Engine(plan, module, device=torch.device("cpu"))
+    model = engine.apply()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine.attach_optimizers([optimizer])
     for _ in range(4):

@@ -15,9 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.plan.choose import choose
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.presets import Preset
 from lightning_topt.plugins.example_batch import batches_of
-from lightning_topt.plugins.planning import make_fake_optimizers, search_plans
+from lightning_topt.plugins.planning import make_fake_optimizers
 from lightning_topt.plugins.read_options import UniformPlan
 
 
@@ -51,10 +54,10 @@ def test_a_plan_by_name_shards_every_block_and_recomputes_what_can_be(stage, rec
     graph = capture(PartlyRandom(), (torch.zeros(4, 8),), second_batch=(torch.zeros(8, 8),))
     able = {block.name for block in graph.blocks if block.name and block.recomputable}
     assert able and {block.name for block in graph.blocks} - able - {""}  # both kinds are there
-    plan = UniformPlan(stage, recompute).of(graph, data_parallel_size=2)
+    plan = UniformPlan(Preset(stage), recompute).of(graph, data_mesh(2))
     assert {block.block for block in plan.blocks} == {block.name for block in graph.blocks}
     assert {block.block for block in plan.blocks if block.config.recompute} == (able if recompute else set())
-    assert {block.config.zero_stage for block in plan.blocks} == {stage}
+    assert {block.config.storage.level for block in plan.blocks} == {stage}
 
 
 class Halved(pl.LightningDataModule):
@@ -106,7 +109,7 @@ def measured_again(generator: random.Random) -> Cluster:
 def searched(graph, module, cluster):
     optimizers, named = make_fake_optimizers(module, device=torch.device("cpu"))
     optimizer = read_optimizer(optimizers, named_parameters=named)
-    return search_plans(graph, cluster=cluster, optimizer=optimizer, device_counts=(1, 2), global_batch_size=8)
+    return search_plans(SearchRequest(graph, cluster, optimizer, device_counts=(1, 2), global_batch_size=8))
 
 
 class Trained(PartlyRandom):
@@ -123,9 +126,9 @@ def test_uniform_plans_are_candidates_at_every_number_of_devices():
     able = {block.name for block in graph.blocks if block.name and block.recomputable}
     found = {1: set(), 2: set()}
     for point in frontier.uniform:
-        levels = {block.config.zero_stage for block in point.plan.blocks if block.block}
+        levels = {block.config.storage.level for block in point.plan.blocks if block.block}
         again = {block.block for block in point.plan.blocks if block.config.recompute}
-        root = next(block.config.zero_stage for block in point.plan.blocks if not block.block)
+        root = next(block.config.storage.level for block in point.plan.blocks if not block.block)
         (level,) = levels
         assert again in (set(), able) and root == min(level, 2)
         found[point.devices].add((level, bool(again)))
@@ -140,6 +143,6 @@ def test_noise_moves_no_choice_for_a_small_model():
     for _ in range(8):
         points = searched(graph, module, measured_again(generator)).candidates
         plans |= {choose(points, memory_limit=limit, devices=2).plan.summary() for limit in (None, 2**30)}
-        fastest.add(choose(points, devices=2, time_error=0.0).plan.summary())
+        fastest.add(choose(points, devices=2, time_error=0.0, time_error_seconds=0.0).plan.summary())
     assert plans == {f"{len(graph.blocks)} x DDP"}
     assert fastest != plans  # noise is enough for other plans to be predicted as fastest

@@ -18,7 +18,7 @@ from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.compressors.feedback import FeedbackExchange, ScatterMean
 from lightning_topt.communication.compressors.residual import BucketResidual
 from lightning_topt.communication.compressors.wire import MessageFormat
-from lightning_topt.communication.node.exchange import NodeExchange, Waitable, shard_bounds
+from lightning_topt.communication.node.node_exchange import NodeExchange, Waitable, shard_bounds
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Groups, Topology
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from lightning_topt.communication.node.kernels import FUTEX_CALL, Array, announce, fetch, load_word, wait_for
+from lightning_topt.communication.node.node_kernels import FUTEX_CALL, Array, announce, fetch, load_word, wait_for
 from lightning_topt.communication.processes import BOOT, process_start
 
 T = TypeVar("T")

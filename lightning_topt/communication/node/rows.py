@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.node.channel import CHANNEL_WORDS, Channel, Operation
-from lightning_topt.communication.node.kernels import Array, average_slice, gather_tables
-from lightning_topt.communication.node.memory import BLOCK_BYTES
+from lightning_topt.communication.node.node_channel import CHANNEL_WORDS, Channel, Operation
+from lightning_topt.communication.node.node_kernels import Array, average_slice, gather_tables
+from lightning_topt.communication.node.node_memory import BLOCK_BYTES
 from lightning_topt.communication.node.page import NodeMemoryUnavailable, NodePage
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_topt.communication.selection import search, triton_kernels
+from lightning_topt.communication.selection import threshold_search, triton_kernels
 from lightning_topt.communication.selection.bisection import mstopk_indices
 from lightning_topt.communication.selection.outcome import NonFiniteError, Selection
 from lightning_topt.communication.selection.sampled import first_largest, sampled_indices
@@ -43,7 +43,7 @@ def top_k(x: Tensor, k: int, *, method: str = "auto") -> Selection:
     elif method == "sampled" or (flat.device.type != "cpu" and not _has_triton(flat)):
         indices = sampled_indices(flat, k)
     elif flat.device.type == "cpu":
-        found = search.select(flat.contiguous(), k)
+        found = threshold_search.select(flat.contiguous(), k)
         if found is None:
             raise NonFiniteError("top-k of values that are not finite")
         return Selection(found[0].to(flat.dtype), torch.from_numpy(found[1].numpy().astype(np.int64)))
@@ -92,7 +92,7 @@ def feedback_top_k(
 def _feedback_cpu(
     added: Tensor, residual: Tensor, k: int, scale: float, velocity: Tensor | None, momentum: float
 ) -> Selection | None:
-    found = search.feedback_select(added, residual, k, scale=scale, velocity=velocity, momentum=momentum)
+    found = threshold_search.feedback_select(added, residual, k, scale=scale, velocity=velocity, momentum=momentum)
     return None if found is None else Selection(*found)
 
 
@@ -127,7 +127,7 @@ def _feedback_torch(added: Tensor, residual: Tensor, k: int, *, scale: float) ->
 
 def warm_up() -> None:
     """Compile the CPU kernels now rather than in the first step."""
-    search.warm_up()
+    threshold_search.warm_up()
 
 
 def _has_triton(x: Tensor) -> bool:

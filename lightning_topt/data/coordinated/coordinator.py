@@ -28,8 +28,7 @@ import time
 import traceback
 from typing import Any
 
-from lightning_topt.data.coordinated.ledger import Ledger, Position
-from lightning_topt.data.coordinated.link import (
+from lightning_topt.data.coordinated.coordinator_link import (
     STARTUP_SECONDS,
     VERSION,
     Connection,
@@ -37,6 +36,7 @@ from lightning_topt.data.coordinated.link import (
     Message,
     close_quietly,
 )
+from lightning_topt.data.coordinated.ledger import Ledger, Position
 
 MAX_HELD = 1024  # batches; to find the least needed of more would take too long
 SPARE_FILES = 256  # open files left for connections and batches that just came

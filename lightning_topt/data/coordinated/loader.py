@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, _utils
 
-from lightning_topt.data.coordinated.link import CoordinatorLost, Message, address_of, is_supported
+from lightning_topt.data.coordinated.coordinated_worker import Batches, EpochAlone, Preparation, Workers
+from lightning_topt.data.coordinated.coordinator_link import CoordinatorLost, Message, address_of, is_supported
 from lightning_topt.data.coordinated.membership import CoordinationRefused, Membership
-from lightning_topt.data.coordinated.worker import Batches, EpochAlone, Preparation, Workers
 
 __all__ = ["CoordinatedLoader", "CoordinationRefused", "CoordinationStatistics", "CoordinatorLost"]
 

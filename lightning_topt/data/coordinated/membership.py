@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from lightning_topt.data.cache import sample_codec
+from lightning_topt.data.coordinated.coordinated_worker import Workers
+from lightning_topt.data.coordinated.coordinator_link import CoordinatorLost, Message, close_quietly, join
 from lightning_topt.data.coordinated.ledger import Position
-from lightning_topt.data.coordinated.link import CoordinatorLost, Message, close_quietly, join
-from lightning_topt.data.coordinated.worker import Workers
 
 
 class CoordinationRefused(ValueError):

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_topt.data.peers.channel import Channel, PeerError
-from lightning_topt.data.peers.link import Damaged, Entry, Later, OwnerLink, ask, receive_answer
 from lightning_topt.data.peers.partition import owners
+from lightning_topt.data.peers.peer_channel import Channel, PeerError
+from lightning_topt.data.peers.peer_link import Damaged, Entry, Later, OwnerLink, ask, receive_answer
 from lightning_topt.data.peers.protocol import PeerLimits, run_key
 from lightning_topt.data.peers.push import PushCounts, Pusher
 

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from lightning_topt.data.peers.channel import Channel, PeerError
+from lightning_topt.data.peers.peer_channel import Channel, PeerError
 from lightning_topt.data.peers.protocol import PeerLimits, Welcome
 
 PARENT_SECONDS = 1.0  # how often to look for the parent, should the end of its pipe not be seen

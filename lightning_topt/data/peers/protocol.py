@@ -22,7 +22,7 @@ import os
 import struct
 from dataclasses import dataclass
 
-from lightning_topt.data.peers.channel import Channel, PeerError, PeerLost, ProtocolError
+from lightning_topt.data.peers.peer_channel import Channel, PeerError, PeerLost, ProtocolError
 
 MAGIC = b"toptpeer1"
 NONCE_BYTES = PROOF_BYTES = 32

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_topt.data.peers.channel import PeerError
-from lightning_topt.data.peers.link import OwnerLink, offer
+from lightning_topt.data.peers.peer_channel import PeerError
+from lightning_topt.data.peers.peer_link import OwnerLink, offer
 
 MESSAGE_BYTES = 1 << 24  # of entries in one message, unless one alone is larger
 

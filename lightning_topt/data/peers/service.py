@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_topt.data.cache.segment_store import Location, SegmentStore, checksum, open_store
-from lightning_topt.data.peers.channel import Channel, FileBroken, PeerError, ProtocolError
 from lightning_topt.data.peers.entrance import Entrance
+from lightning_topt.data.peers.peer_channel import Channel, FileBroken, PeerError, ProtocolError
 from lightning_topt.data.peers.protocol import (
     ABSENT,
     DEFERRED,

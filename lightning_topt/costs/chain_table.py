@@ -1,0 +1,165 @@
+"""Costs of a chain of blocks, each under several configurations, in seconds and bytes: what a whole step is made of.
+
+Blocks run forward in order and backward in reverse. Computation does not wait for the network; exchanges of gradients run
+on one network in the order in which they become ready, beside the backward of earlier blocks. For blocks n = 0 ... N-1
+
+    step_seconds   when both are done:   computation takes  sum of seconds;  an exchange starts when its block's backward is
+                   over and the one before it has finished; backward passes are the last part of computation, in reverse
+    peak_bytes     the largest of   sum of static  + kept of j < n + hump of n + late of j > n     for every n
+                                    sum of static  + kept of all                                   forward is over
+                                    sum of static  + late of all + update_bytes                    the optimizer step
+
+`evaluate` says the same in arrays. The search folds blocks from the last to the first with four numbers (`search_chain`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+_COSTS = ("seconds", "backward", "exchange", "static", "kept", "late", "hump")
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCosts:
+    """Costs of one block under each of its `configs`, arrays (config,); plus infinity in `seconds` or `static` forbids.
+
+    Args:
+        configs: names of the configurations.
+        seconds: computation of the whole step: forward, backward, update, and exchanges that it has to wait for.
+        backward: the part of `seconds` during which exchanges of later blocks run: its backward.
+        exchange: seconds of the network for its gradients, from when its backward is over.
+        static: bytes that are there all the step.
+        kept: bytes from its forward to its backward.
+        late: bytes from the end of its backward to the end of the step, such as reduced gradients.
+        hump: peak bytes while it runs itself, forward or backward, above what is listed for it and other blocks.
+        inputs: which layout of its input each configuration takes, an index into the edge before; None: each has its own.
+        outputs: which layout of its output it leaves, an index into the edge behind.
+    """
+
+    configs: tuple[Any, ...]
+    seconds: Array
+    backward: Array
+    exchange: Array
+    static: Array
+    kept: Array
+    late: Array
+    hump: Array
+    inputs: Indices | None = None
+    outputs: Indices | None = None
+
+    def __post_init__(self) -> None:
+        if not self.configs:
+            raise ValueError("a block has no configuration")
+        for name in (*_COSTS, "inputs", "outputs"):
+            value = getattr(self, name)
+            if value is not None and value.shape != (len(self.configs),):
+                raise ValueError(f"{name} has shape {value.shape}, expected {(len(self.configs),)}")
+        for name in _COSTS:
+            value = getattr(self, name)
+            if np.isnan(value).any() or np.isneginf(value).any():
+                raise ValueError(f"{name} holds NaN or minus infinity; forbid configurations with plus infinity")
+            if name not in ("seconds", "static") and not (np.isfinite(value).all() and (value >= 0).all()):
+                raise ValueError(f"{name} must be finite and not negative")
+        if (self.backward > self.seconds).any():
+            raise ValueError("backward is a part of seconds and cannot be more")
+
+    def layouts(self, side: str) -> Indices:
+        """Return the layout (config,) on ``"inputs"`` or ``"outputs"``."""
+        given: Indices | None = getattr(self, side)
+        return np.arange(len(self.configs)) if given is None else given
+
+
+@dataclass(frozen=True, eq=False)
+class BlockEdge:
+    """Costs between a block and the next: `seconds` of computation, `bytes` static; inf forbids.
+
+    Both (output layout of the block, input layout of the next).
+    """
+
+    seconds: Array
+    bytes: Array
+
+
+@dataclass(frozen=True, eq=False)
+class ChainTable:
+    """A chain: `blocks` are the distinct ones, ``order[n]`` says which of them block n is, in the order of forward.
+
+    ``edges[n]`` joins blocks n and n + 1, None costs nothing; no edges at all may be left out. Every plan also pays
+    `fixed_seconds` and `fixed_bytes`, and `update_bytes` while the optimizer steps. `names` of the blocks of the chain are
+    for the answer; left out, they are numbers.
+    """
+
+    blocks: tuple[BlockCosts, ...]
+    order: tuple[int, ...]
+    edges: tuple[BlockEdge | None, ...] = ()
+    fixed_seconds: float = 0.0
+    fixed_bytes: float = 0.0
+    update_bytes: float = 0.0
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.names and len(self.names) != len(self.order):
+            raise ValueError(f"{len(self.order)} blocks need {len(self.order)} names, got {len(self.names)}")
+        if any(not 0 <= index < len(self.blocks) for index in self.order):
+            raise ValueError(f"order names blocks from 0 to {len(self.blocks) - 1}, got {self.order}")
+        if self.edges and len(self.edges) != len(self.order) - 1:
+            raise ValueError(f"{len(self.order)} blocks need {len(self.order) - 1} edges, got {len(self.edges)}")
+        for n, edge in enumerate(self.edges):
+            sides = (self.block(n).layouts("outputs"), self.block(n + 1).layouts("inputs"))
+            for values in (edge.seconds, edge.bytes) if edge is not None else ():
+                if values.ndim != 2 or any(side.max() >= size for side, size in zip(sides, values.shape, strict=True)):
+                    raise ValueError(
+                        f"the edge after block {n} has costs of shape {values.shape}, too small for its layouts"
+                    )
+                if np.isnan(values).any() or np.isneginf(values).any():
+                    raise ValueError(f"the edge after block {n} holds NaN or minus infinity")
+
+    def block(self, n: int) -> BlockCosts:
+        """Return the costs of block `n` of the chain."""
+        return self.blocks[self.order[n]]
+
+    def edge(self, n: int) -> BlockEdge | None:
+        """Return the edge between blocks `n` and `n` + 1, None where it costs nothing."""
+        return self.edges[n] if self.edges else None
+
+    def evaluate(self, plans: NDArray[np.intp]) -> tuple[Array, Array]:
+        """(step_seconds, peak_bytes) (n,) of `plans` (n, block): indices of configurations."""
+        shape = len(self.order), len(plans)
+        chosen = {
+            name: np.array([getattr(self.block(n), name)[plans[:, n]] for n in range(shape[0])]).reshape(shape)
+            for name in _COSTS
+        }
+        seconds, static = chosen["seconds"].sum(axis=0), chosen["static"].sum(axis=0)
+        for n, edge in enumerate(self.edges):
+            if edge is not None:
+                left, right = self.block(n).layouts("outputs"), self.block(n + 1).layouts("inputs")
+                pairs = left[plans[:, n]], right[plans[:, n + 1]]
+                seconds, static = seconds + edge.seconds[pairs], static + edge.bytes[pairs]
+        step = np.maximum(seconds, self._network_seconds(seconds, chosen["backward"], chosen["exchange"]))
+        peak = static + np.maximum(
+            self._moving_bytes(chosen["kept"], chosen["late"], chosen["hump"]),
+            np.maximum(chosen["kept"].sum(axis=0), chosen["late"].sum(axis=0) + self.update_bytes),
+        )
+        return step + self.fixed_seconds, peak + self.fixed_bytes
+
+    @staticmethod
+    def _network_seconds(seconds: Array, backward: Array, exchange: Array) -> Array:
+        """(n,) when the last exchange is over."""
+        finished = np.full_like(seconds, -np.inf)
+        for n in range(len(backward) - 1, -1, -1):
+            ready = seconds - backward[:n].sum(axis=0)
+            finished = np.maximum(finished, ready) + exchange[n]
+        return finished
+
+    @staticmethod
+    def _moving_bytes(kept: Array, late: Array, hump: Array) -> Array:
+        """(n,) largest while a block runs, above what is static."""
+        peaks = [kept[:n].sum(axis=0) + hump[n] + late[n + 1 :].sum(axis=0) for n in range(len(hump))]
+        return np.asarray(np.max(peaks, axis=0)) if peaks else np.zeros(hump.shape[1])

@@ -1,0 +1,153 @@
+"""Seconds and bytes of a compressed exchange of whole gradients on a cluster; what it does is in `exchange_work`.
+
+    equation                                                                 function
+    device    max(moved / M, flops / F)                                      ExchangeModel.device_seconds
+    worker    calls o + sum of the collectives; the exempt gradients'         ExchangeModel.worker_seconds
+              all-reduce beside the first: latencies at the same time,
+              bytes after one another where they share a network
+
+M memory bandwidth, F FLOP/s, o seconds a kernel costs at least. Passes over memory compete with the backward pass: they are in
+its way. Of what the worker's thread does (`communication.exchange_worker`: it waits for the network and starts kernels) the
+share `overlap` runs beside it. The first steps, which are dense, are not predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from lightning_topt.communication.options import READ_BY, ExchangeOptions
+from lightning_topt.communication.topology import Topology
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.communication import estimate_collective_seconds
+from lightning_topt.costs.exchange_work import BlockGradients, Work, exchange_work
+from lightning_topt.costs.groups import Group
+from lightning_topt.graph.op_graph import OpGraph, Parameter
+
+_NOTHING = Work(0.0, 0, ())
+_COMPILED_BYTES, _COMPILED = (
+    16 << 20,
+    ("topk", "sign"),
+)  # kernels compiled by Numba, measured: 15 and 16 MiB per process
+
+
+@dataclass(frozen=True)
+class ExchangeModel:
+    """The exchange that `options` ask for, of the gradients of `graph`, on ranks laid out as `topology` (of rank 0) says."""
+
+    options: ExchangeOptions
+    graph: OpGraph
+    cluster: Cluster
+    topology: Topology
+
+    @cached_property
+    def work(self) -> dict[str, Work]:
+        """The work for each block."""
+        exempt = exempt_parameters(self.graph, self.options.exempt if self.options.method in READ_BY["exempt"] else ())
+        works = {}
+        for block in self.graph.blocks:
+            trainable = tuple(p for p in self.graph.block_parameters(block.name) if p.trainable and p.numel)
+            gradients = BlockGradients(trainable, exempt)
+            works[block.name] = (
+                exchange_work(gradients, self.options, topology=self.topology) if trainable else _NOTHING
+            )
+        return works
+
+    @property
+    def process_bytes(self) -> int:
+        """Bytes beside tensors: of compiled kernels, on the devices that count such bytes (CPUs)."""
+        return _COMPILED_BYTES if self.cluster.device.process_bytes and self.options.method in _COMPILED else 0
+
+    def device_seconds(self, block: str) -> float:
+        """Seconds of passes over memory and of products of matrices."""
+        work, device = self.work[block], self.cluster.device
+        return max(work.moved / device.memory_bandwidth, work.flops / device.flops_of("float32"))
+
+    def worker_seconds(self, block: str) -> float:
+        """Seconds of starting kernels and on the network."""
+        return self.work[block].calls * self.cluster.device.op_overhead_seconds + self._network_seconds(block)
+
+    def _network_seconds(self, block: str) -> float:
+        work = self.work[block]
+        seconds = sum(self._seconds(*collective) for collective in work.collectives)
+        if not work.exempt_bytes:
+            return seconds
+        exempt = self._seconds("world", "all_reduce", work.exempt_bytes)
+        if not work.collectives:
+            return exempt
+        where, op, _ = work.collectives[0]
+        first = self._seconds(*work.collectives[0])
+        if where == "node":  # inside the node, while the exempt gradients are between nodes
+            return seconds + max(exempt - first, 0.0)
+        # What one byte takes is all latency.
+        return seconds + exempt - min(self._seconds(where, op, 1), self._seconds("world", "all_reduce", 1))
+
+    def _seconds(self, where: str, op: str, size: float) -> float:
+        topology = self.topology
+        groups = {
+            "world": Group(topology.world_size),
+            "node": Group(topology.ranks_per_node),
+            "across": Group(topology.num_nodes, topology.ranks_per_node),
+        }
+        return estimate_collective_seconds(self.cluster, op=op, size=size, group=groups[where])
+
+
+def make_exchange_model(
+    options: ExchangeOptions, *, graph: OpGraph, cluster: Cluster, world_size: int
+) -> ExchangeModel:
+    """The model of `options` on `world_size` ranks packed node by node.
+
+    Raises ValueError for what is not among `legal_exchanges`.
+    """
+    if options not in legal_exchanges(options, cluster=cluster, world_size=world_size):
+        raise ValueError(
+            f"{world_size} ranks on nodes of {cluster.devices_per_node} devices cannot exchange gradients by {options}: one "
+            "rank exchanges none, hierarchical needs several nodes with several ranks each, all equally many, and "
+            "method='dense' without it is no exchange of its own"
+        )
+    local = _ranks_per_node(cluster, world_size)
+    return ExchangeModel(options, graph, cluster, Topology(world_size // local, local, 0))
+
+
+def legal_exchanges(options: ExchangeOptions, *, cluster: Cluster, world_size: int) -> tuple[ExchangeOptions, ...]:
+    """What `options` leave open on `world_size` ranks, with `hierarchical` decided; both where it is None.
+
+    Hierarchical: on several nodes of several ranks. Dense without it is what DDP does by itself and not among them.
+    """
+    if world_size < 2:
+        return ()
+    if options.method not in READ_BY["hierarchical"]:
+        return (options,)
+    local = _ranks_per_node(cluster, world_size)
+    possible = {False: options.method != "dense", True: 1 < local < world_size}
+    wanted = (False, True) if options.hierarchical is None else (options.hierarchical,)
+    return tuple(replace(options, hierarchical=choice) for choice in wanted if possible[choice])
+
+
+def _ranks_per_node(cluster: Cluster, world_size: int) -> int:
+    """1 where nodes do not have equally many ranks: then only the number of ranks counts."""
+    local = min(world_size, cluster.devices_per_node)
+    return local if world_size % local == 0 else 1
+
+
+def exempt_parameters(graph: OpGraph, rules: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters that `rules` exempt, as `compressors.exempt.exempt_names` finds them in a module."""
+    kinds: dict[str, set[str]] = {}
+    for op in graph.ops:
+        for name in op.parameters:
+            kinds.setdefault(name, set()).add(op.kind)
+
+    def is_exempt(parameter: Parameter, rule: str) -> bool:
+        users = kinds.get(parameter.name, set()).union(*(kinds.get(name, set()) for name in parameter.aliases))
+        flat, is_bias = len(parameter.shape) < 2, "bias" in parameter.name.rpartition(".")[2]
+        if rule == "bias":
+            return flat and is_bias
+        if rule == "norm":
+            return (flat and not is_bias) or any("Norm" in kind for kind in users)
+        if rule == "embedding":
+            return bool(users & {"Embedding", "EmbeddingBag"})
+        return fnmatchcase(parameter.name, rule)
+
+    return frozenset(p.name for p in graph.parameters if any(is_exempt(p, rule) for rule in rules))

@@ -1,0 +1,105 @@
+"""The phases of a training step in the order of time, and what is alive in them.
+
+Lightning's automatic optimization runs forward, zero_grad, backward, step, so that the last step's gradients are alive in
+forward. Everything in memory is a lifetime: some bytes from one phase to another. Lifetimes add, so those of a block under each
+configuration are all that a search needs to know of memory.
+
+    phase                      segments                what happens
+    rebuild_buckets            -                       once, before the second forward: DDP makes new buckets
+    gather_forward, forward    0, 1, ..., K - 1        parameters are gathered; the segment's forward
+    forward_over               -                       the loss is there, and all that backward needs
+    gather_backward,           K - 1, ..., 1, 0        parameters are gathered; those of the next block asked for;
+    prefetch_backward,                                 the segment's backward; gradients reduced
+    backward, reduce
+    reduce_last                -                       what is reduced when all backwards are over
+    update                     -                       the optimizer's step
+
+A plan uses the phases that its techniques name; in the others nothing begins or ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from lightning_topt.costs.cost_table import Array
+
+Phase = tuple[str, int]  # what happens, in which segment
+REBUILD: Phase = ("rebuild_buckets", 0)
+FORWARD_OVER: Phase = ("forward_over", 0)
+REDUCE_LAST: Phase = ("reduce_last", 0)
+UPDATE: Phase = ("update", 0)
+ONCE = (REBUILD, FORWARD_OVER, REDUCE_LAST, UPDATE)  # phases that belong to no segment
+FORWARD = ("gather_forward", "forward")
+BACKWARD = ("gather_backward", "prefetch_backward", "backward", "reduce")
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """`bytes` of `kind`, alive from the phase `first` to `last`, both included; never when `last` is earlier."""
+
+    kind: str
+    bytes: float
+    first: Phase
+    last: Phase
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The phases of a step over `count` segments."""
+
+    count: int
+
+    @cached_property
+    def order(self) -> tuple[Phase, ...]:
+        """The phases in the order of time."""
+        forward = ((kind, k) for k in range(self.count) for kind in FORWARD)
+        backward = ((kind, k) for k in range(self.count - 1, -1, -1) for kind in BACKWARD)
+        return (REBUILD, *forward, FORWARD_OVER, *backward, REDUCE_LAST, UPDATE)
+
+    @cached_property
+    def position(self) -> dict[Phase, int]:
+        """The index of each phase."""
+        return {phase: index for index, phase in enumerate(self.order)}
+
+    def shifted(self, lifetimes: Iterable[Lifetime], by: int) -> list[Lifetime]:
+        """Return `lifetimes` of a block that stands `by` segments later."""
+        if by == 0:
+            return [*lifetimes]
+        return [replace(each, first=_shifted(each.first, by), last=_shifted(each.last, by)) for each in lifetimes]
+
+    def before(self, phase: Phase) -> Phase:
+        """Return the phase before; `phase` must not be the first."""
+        return self.order[self.position[phase] - 1]
+
+    def after(self, phase: Phase) -> Phase:
+        """Return the phase after; `phase` must not be the last."""
+        return self.order[self.position[phase] + 1]
+
+    def always(self, kind: str, size: float) -> Lifetime:
+        """Return a lifetime that spans the whole step."""
+        return Lifetime(kind, size, REBUILD, UPDATE)
+
+    def add_up(self, lifetimes: Iterable[Lifetime]) -> Array:
+        """Return the live bytes in each phase (phase,)."""
+        steps, position = np.zeros(len(self.order) + 1), self.position
+        for lifetime in lifetimes:
+            first, last = position[lifetime.first], position[lifetime.last]
+            if last >= first:
+                steps[first] += lifetime.bytes
+                steps[last + 1] -= lifetime.bytes
+        return np.asarray(np.cumsum(steps)[:-1])
+
+    def by_kind(self, lifetimes: Iterable[Lifetime]) -> dict[str, Array]:
+        """Return the live bytes in each phase (phase,), by kind."""
+        kinds: dict[str, list[Lifetime]] = {}
+        for lifetime in lifetimes:
+            kinds.setdefault(lifetime.kind, []).append(lifetime)
+        return {kind: self.add_up(some) for kind, some in kinds.items()}
+
+
+def _shifted(phase: Phase, by: int) -> Phase:
+    return phase if phase in ONCE else (phase[0], phase[1] + by)

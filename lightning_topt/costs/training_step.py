@@ -1,0 +1,210 @@
+"""TrainingStep: one step of one rank on given machines, all that the costs of a plan depend on besides the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.communication import check_world_size, estimate_collective_seconds
+from lightning_topt.costs.compute import KernelKey, estimate_pass_seconds
+from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
+from lightning_topt.costs.groups import Group
+from lightning_topt.costs.lifetimes import Phases
+from lightning_topt.costs.optimizer import OptimizerProfile
+from lightning_topt.costs.page_faults import kernels_bytes
+from lightning_topt.costs.segments import Segments, blocks_reduced_last, locate
+from lightning_topt.costs.sizes import ROOT
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One training step of one rank.
+
+    Args:
+        graph: the step, captured.
+        cluster: the machines.
+        optimizer: from `read_optimizer`.
+        mesh: the ranks.
+        batch_size: samples per rank (not the global batch).
+        kernel_seconds: measured seconds of kernels at ``graph.batch_size`` (`measure_kernels`); they beat the formulas.
+        exchange: how gradients that are whole travel; None: by an all-reduce.
+        returns_memory: the run gives freed memory back at once, as under a memory limit on CPUs (`execution.allocator`), and
+            pays `Device.page_fault_seconds_per_byte` for what it takes anew.
+
+    Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample or of a size that the
+    graph says nothing about, and an exchange that these ranks cannot have.
+    """
+
+    graph: OpGraph
+    cluster: Cluster
+    optimizer: OptimizerProfile
+    mesh: Mesh
+    batch_size: float
+    kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
+    exchange: ExchangeOptions | None = None
+    returns_memory: bool = False
+
+    def __post_init__(self) -> None:
+        check_world_size(self.cluster, world_size=self.mesh.size)
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is the number of samples per rank, at least 1; got {self.batch_size}")
+        if not self.graph.batch_scaling and self.batch_size != self.graph.batch_size:
+            raise ValueError(
+                f"the step was captured for batches of {self.graph.batch_size} sample(s) and how it grows with them is "
+                f"unknown, so {self.batch_size} per rank cannot be estimated; capture it with batch_scaling=True"
+            )
+        _ = self.exchange_model  # raises
+
+    @cached_property
+    def exchange_model(self) -> ExchangeModel | None:
+        """The costs of `exchange`; None for an all-reduce."""
+        if self.exchange is None:
+            return None
+        return make_exchange_model(
+            self.exchange, graph=self.graph, cluster=self.cluster, world_size=self.mesh.data_parallel_size
+        )
+
+    def parameters(self, block: str) -> list[Parameter]:
+        """Return the parameters of `block`."""
+        return self._parameters[block]
+
+    @cached_property
+    def _parameters(self) -> dict[str, list[Parameter]]:
+        found: dict[str, list[Parameter]] = {block.name: [] for block in self.graph.blocks}
+        for parameter in self.graph.parameters:
+            found[parameter.block].append(parameter)
+        return found
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Where operators run and parameters are used."""
+        return locate(self.graph)
+
+    @cached_property
+    def reduced_last(self) -> frozenset[str]:
+        """Blocks, beside the root, whose inputs need no gradient: what waits for that waits until backward is over."""
+        return blocks_reduced_last(self.graph) - {ROOT}
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Blocks that share a parameter with another block."""
+        blocks = {block.name for block in self.graph.blocks}
+        shared: set[str] = set()
+        for parameter in self.graph.parameters:
+            users = {parameter.block, *(_block_of(alias, blocks) for alias in parameter.aliases)}
+            shared |= users if len(users) > 1 else set()
+        return frozenset(shared)
+
+    @cached_property
+    def alike(self) -> dict[str, int]:
+        """A number for each block; equal for blocks that cost the same wherever they stand in the chain."""
+        return number_alike_blocks(self)
+
+    @cached_property
+    def phases(self) -> Phases:
+        """The phases of the step."""
+        return Phases(self.segments.count)
+
+    def on(self, mesh: Mesh) -> TrainingStep:
+        """Return the same step on another mesh of as many ranks; what does not depend on the mesh is not worked out again."""
+        other = replace(self, mesh=mesh)
+        for name in ("segments", "reduced_last", "tied", "alike", "phases", "compute", "_parameters"):
+            other.__dict__[name] = getattr(self, name)
+        return other
+
+    @property
+    def on_gloo(self) -> bool:
+        """Whether ranks communicate through gloo."""
+        return self.cluster.backend == "gloo"
+
+    # ---- seconds ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def compute(self) -> dict[str, Array]:
+        """Seconds of each block's kernels (direction, segment): forward, backward."""
+        passes: dict[tuple[str, int, int], list[Kernel]] = {}
+        for op in self.graph.ops:
+            for index, kernels in enumerate((op.forward, op.backward)):
+                passes.setdefault((op.block, index, self.segments.of_op[op.name]), []).extend(kernels)
+        times = {block.name: np.zeros((2, self.segments.count)) for block in self.graph.blocks}
+        known: dict[tuple[int, ...], float] = {}
+        for (block, index, segment), found in passes.items():
+            key = tuple(map(id, found))  # repeated blocks share their kernels
+            if key not in known:
+                known[key] = self._pass_seconds(found)
+            times[block][index, segment] = known[key]
+        return times
+
+    def _pass_seconds(self, kernels: Sequence[Kernel]) -> float:
+        seconds = estimate_pass_seconds(
+            kernels,
+            batch_size=self.batch_size,
+            device=self.cluster.device,
+            measured=self.kernel_seconds,
+            measured_batch_size=self.graph.batch_size,
+        )
+        return seconds + self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
+
+    def taken_seconds(self, size: float) -> float:
+        """Return the seconds to take `size` bytes anew from the operating system; 0 where freed memory is kept."""
+        return size * self.cluster.device.page_fault_seconds_per_byte if self.returns_memory else 0.0
+
+    def copy_seconds(self, size: float) -> float:
+        """Return the seconds to copy `size` bytes on the device: read and written."""
+        return 2 * size / self.cluster.device.memory_bandwidth
+
+    def collective_seconds(self, op: str, size: float, *, axes: Iterable[int]) -> float:
+        """Return the seconds of `op` on a tensor of `size` bytes by the groups along `axes` (indices) of the mesh."""
+        axes = tuple(axes)
+        group = Group(self.mesh.ranks_along(axes), self.mesh.stride(axes))
+        return estimate_collective_seconds(self.cluster, op=op, size=size, group=group)
+
+    def update_seconds(self, parameter: Parameter, *, share: float = 1.0) -> float:
+        """Return the seconds of the optimizer on a share of one parameter."""
+        device = self.cluster.device
+        return self.optimizer.update_seconds(parameter.name, numel=parameter.numel, device=device, share=share)
+
+    @cached_property
+    def buffers_seconds(self) -> float:
+        """Seconds to send rank 0's buffers to all ranks, before each forward."""
+        return self.collective_seconds("broadcast", self.graph.buffer_bytes, axes=self.mesh.data_axes)
+
+
+def number_alike_blocks(step: TrainingStep) -> dict[str, int]:
+    """Return equal numbers for blocks with one segment each whose parameters, updates, activations and kernels are equal."""
+    numbers: dict[Hashable, int] = {}
+    return {block.name: numbers.setdefault(_signature(step, block.name), len(numbers)) for block in step.graph.blocks}
+
+
+def _signature(step: TrainingStep, block: str) -> Hashable:
+    first, last = step.segments.of_block.get(block, (0, -1))
+    if first != last or block == ROOT:
+        return block
+    spans, optimizer = step.segments.of_parameter, step.optimizer
+    parameters = tuple(
+        (
+            *(parameter.shape, parameter.dtype, parameter.trainable),
+            *(position - first for position in spans[parameter.name]),
+            optimizer.updates.get(parameter.name),
+            optimizer.seconds_per_element.get(parameter.name),
+        )
+        for parameter in step.parameters(block)
+    )
+    at_end = first == 0, first == step.segments.count - 1  # where neighbours are none
+    segment = replace(step.graph.timeline[first], block="")
+    seconds = tuple(round(float(direction[first]), 9) for direction in step.compute[block])
+    work = step.exchange_model.work[block] if step.exchange_model is not None else None
+    return parameters, at_end, segment, seconds, work, block in step.reduced_last
+
+
+def _block_of(parameter: str, blocks: Container[str]) -> str:
+    parts = parameter.split(".")
+    return next((name for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in blocks), ROOT)

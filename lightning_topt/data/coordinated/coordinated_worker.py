@@ -1,0 +1,205 @@
+"""The processes of a job that prepare batches: for all jobs, told by the coordinator what to do next."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection as Pipe
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import _utils
+
+from lightning_topt.data.cache import sample_codec
+from lightning_topt.data.coordinated.coordinator_link import Connection, CoordinatorLost, Message, join, memory_file
+from lightning_topt.data.coordinated.ledger import Position
+
+LOOK_SECONDS = 5.0  # how often an idle worker looks whether its job is alive; the coordinator tells it sooner
+END_SECONDS = 5.0  # for a worker to finish its batch when its job closes the loader; as in torch's DataLoader
+EPOCHS_KEPT = 4  # lists of batches: jobs are rarely further apart
+Batches = Callable[[int], Sequence[Sequence[Any]]]
+
+
+class Preparation:
+    """How batch `batch` of epoch `epoch` comes to be: the same bits in every process.
+
+    `batches(epoch)` lists the indices of each batch. Random augmentation draws from Python's, NumPy's and torch's global
+    generators, which are seeded from (seed, epoch, batch): call it in a process of its own.
+    """
+
+    def __init__(self, dataset: Any, *, batches: Batches, collate_fn: Callable[[list[Any]], Any], seed: int) -> None:
+        self.dataset, self.batches, self.collate_fn, self.seed = dataset, batches, collate_fn, seed
+        self._lists: dict[int, tuple[Sequence[Sequence[Any]], str]] = {}
+
+    def epoch(self, epoch: int) -> tuple[Sequence[Sequence[Any]], str]:
+        """The index lists of an epoch, and a digest of them."""
+        if epoch not in self._lists:
+            lists = self.batches(epoch)
+            if len(self._lists) >= EPOCHS_KEPT:
+                del self._lists[next(iter(self._lists))]
+            self._lists[epoch] = lists, _digest(lists)
+        return self._lists[epoch]
+
+    def prepare(self, epoch: int, batch: int) -> Any:
+        """The batch."""
+        indices = self.epoch(epoch)[0][batch]
+        state = np.random.SeedSequence([self.seed, epoch, batch]).generate_state(4)
+        random.seed(int(state[0]))
+        np.random.seed(state[1])
+        torch.default_generator.manual_seed(int(state[2]) << 32 | int(state[3]))
+        if hasattr(self.dataset, "__getitems__"):
+            return self.collate_fn(self.dataset.__getitems__(list(indices)))
+        return self.collate_fn([self.dataset[index] for index in indices])
+
+
+class EpochAlone(torch.utils.data.Dataset[Any]):
+    """One epoch as a dataset of whole batches: what a DataLoader prepares when there is nobody to share with."""
+
+    def __init__(self, preparation: Preparation, *, epoch: int) -> None:
+        self.preparation, self.epoch = preparation, epoch
+
+    def __getitem__(self, batch: int) -> Any:
+        return self.preparation.prepare(self.epoch, batch)
+
+
+class Place(NamedTuple):
+    """Of a worker: which of how many, where it reports, and the process that it belongs to."""
+
+    number: int
+    workers: int
+    address: str
+    hello: Message
+    timeout_seconds: float
+    parent: int
+
+
+class Workers:
+    """The `count` processes of one job that prepare batches until its connection or they are closed."""
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        *,
+        count: int,
+        address: str,
+        hello: Message,
+        timeout_seconds: float,
+        context: str | None,
+        init: Callable[[int], None] | None,
+    ) -> None:
+        method = multiprocessing.get_context(context)
+        self.errors: dict[Position, ExceptionWrapper] = {}
+        self._pipes: list[Pipe] = []
+        self._processes: list[Any] = []
+        for number in range(count):
+            reader, writer = method.Pipe(duplex=False)
+            place = Place(number, count, address, hello, timeout_seconds, os.getpid())
+            arguments = (preparation, place, init, writer)
+            process = method.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
+            process.start()
+            writer.close()
+            self._pipes.append(reader)
+            self._processes.append(process)
+
+    def waitables(self) -> list[Any]:
+        """What becomes ready when a worker failed or died, for `multiprocessing.connection.wait`."""
+        return [*self._pipes, *(process.sentinel for process in self._processes if process.exitcode is None)]
+
+    def check(self) -> None:
+        """Collect what failed into `errors`. Raises RuntimeError when a worker was killed."""
+        for pipe in list(self._pipes):
+            try:
+                while pipe.poll():
+                    position, error = pipe.recv()
+                    self.errors[position] = error
+            except (EOFError, OSError):
+                self._pipes.remove(pipe)
+        for process in self._processes:
+            if process.exitcode:
+                raise RuntimeError(
+                    f"a process that prepares batches (pid {process.pid}) ended with exit code {process.exitcode}; "
+                    "-9 is often the system's answer to too little memory"
+                )
+
+    def are_alive(self) -> bool:
+        """Whether any is."""
+        return any(process.is_alive() for process in self._processes)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End them; call it after the job's connection is closed, which tells them to."""
+        deadline = time.monotonic() + (0 if at_once else END_SECONDS)
+        for process in self._processes:
+            process.join(max(0, deadline - time.monotonic()))
+            for end in (process.terminate, process.kill):
+                if process.is_alive():
+                    end()
+                    process.join(END_SECONDS)
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _digest(lists: Sequence[Sequence[Any]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for indices in lists:
+        array = np.asarray(indices)
+        # Other indices than integers (tuples, names) are told apart by how they print.
+        data = array.astype("<i8").tobytes() if array.dtype.kind in "iu" and array.ndim == 1 else repr(indices).encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def _work(preparation: Preparation, place: Place, init: Callable[[int], None] | None, errors: Pipe) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job gets it too, and ends its workers
+    torch.set_num_threads(1)
+    # get_worker_info() works as in a DataLoader's worker.
+    _utils.worker._worker_info = _utils.worker.WorkerInfo(
+        id=place.number, num_workers=place.workers, seed=preparation.seed, dataset=preparation.dataset
+    )
+    if init is not None:
+        init(place.number)
+    hello = {**place.hello, "role": "worker"}
+    with contextlib.suppress(CoordinatorLost):  # its job sees that too, and goes on alone
+        connection, answer = join(place.address, hello, timeout_seconds=place.timeout_seconds, may_start=False)
+        if answer["type"] == "welcome":
+            _serve(preparation, connection, errors, place.parent)
+
+
+def _serve(preparation: Preparation, connection: Connection, errors: Pipe, parent: int) -> None:
+    connection.send({"type": "ready"})
+    while os.getppid() == parent:
+        received = connection.receive(timeout_seconds=LOOK_SECONDS)
+        if received is None:
+            continue
+        message = received[0]
+        if message["type"] != "prepare":
+            return
+        position = message["epoch"], message["batch"]
+        fields = {"epoch": position[0], "batch": position[1]}
+        try:
+            descriptor = _prepared_file(preparation, position, message["digest"])
+        except Exception:
+            where = f"in a process that prepares batches (pid {os.getpid()})"
+            errors.send((position, ExceptionWrapper(where=where)))  # type: ignore[no-untyped-call]
+            connection.send({"type": "failed", **fields})
+            continue
+        try:
+            connection.send({"type": "prepared", **fields}, descriptor=descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _prepared_file(preparation: Preparation, position: Position, digest: str) -> int:
+    if preparation.epoch(position[0])[1] != digest:
+        raise ValueError(
+            f"the list of batches of epoch {position[0]} is another one in a worker process: it must depend on the seed and "
+            "the epoch only"
+        )
+    return memory_file(sample_codec.encode(preparation.prepare(*position)))

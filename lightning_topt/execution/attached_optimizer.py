@@ -1,0 +1,194 @@
+"""An optimizer that follows a plan: its step, and its state in shards or whole, also once the plan is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_topt.execution.gathered_state import follow_parameters, gather_parameter_states, place_optimizer_state
+from lightning_topt.execution.sharded_checkpoint import StoredOptimizer
+from lightning_topt.execution.tensor_rows import TensorRows
+from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.local_step import install_local_step
+from lightning_topt.optim.parallel_step import ParallelStep
+from lightning_topt.optim.pieces import Piece, num_rows
+
+State = dict[str, Any]
+
+
+@final
+class AttachedOptimizer:
+    """An optimizer that was built over the module, before or after the plan was applied to it.
+
+    `replaced` has the parameter in the place of each original one, `attach` what techniques do to optimizers. Parameters are
+    counted as ``Optimizer.state_dict`` does. Methods are collective calls, but for `load`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        replaced: Mapping[Tensor, Tensor],
+        attach: Sequence[Callable[[Optimizer], ParallelStep | None]] = (),
+    ) -> None:
+        self.optimizer, self._replaced = optimizer, replaced
+        if replaced:
+            follow_parameters(optimizer, replaced)
+        steps = [step for install in attach if (step := install(optimizer)) is not None]
+        assert len(steps) <= 1, "two techniques share the step of one optimizer"
+        self.parallel_step = steps[0] if steps else None
+        self._local_step = install_local_step(optimizer)
+        self._sharded = [i for i, p in enumerate(parameters_of(optimizer)) if isinstance(p, DTensor)]
+        self._kept: dict[int, State] | None = None  # of sharded parameters, once released or on the host
+
+    def full_state(self) -> State:
+        """Return the ``state_dict`` of one process on rank 0; other ranks may return a part."""
+        whole = gather_parameter_states(self._shards())
+        with self._without_shards():
+            if self.parallel_step is not None:
+                self.parallel_step.consolidate_state_dict()
+            elif not self._sharded:
+                return self._plain_state()
+            if dist.get_rank() != 0:
+                return {}
+            rest = self.optimizer.state_dict() if self.parallel_step is None else self.parallel_step.state_dict()
+        others = {i: {k: _to_host(v) for k, v in values.items()} for i, values in rest["state"].items()}
+        return {**rest, "state": dict(sorted({**others, **whole}.items()))}
+
+    def own_state(self) -> State:
+        """Return the ``state_dict`` of what this rank keeps: DTensors, whole tensors, and states of its share of parameters."""
+        if hasattr(self.optimizer, "consolidate_state_dict") and self.parallel_step is None:
+            return self._plain_state() or {"state": {}, "param_groups": []}
+        own = dict(self._shards())
+        for index, parameter in enumerate(parameters_of(self.optimizer)):
+            if index not in own and parameter in self.optimizer.state:
+                own[index] = dict(self.optimizer.state[parameter])
+        pieces = {} if self.parallel_step is None else self.parallel_step.own_states()
+        assert len({piece.index for piece in pieces}) == len(pieces), "a rank has several pieces of one parameter"
+        for piece, values in pieces.items():
+            whole = parameters_of(self.optimizer)[piece.index].shape
+            own[piece.index] = {name: _as_rows(value, piece, whole) for name, value in values.items()}
+        return {"state": own, "param_groups": _groups(self.optimizer)}
+
+    def rows_to_read(self, index: int) -> range:
+        """Return which rows of the state of the parameter with this index this rank keeps; all where it keeps a shard."""
+        pieces = [] if self.parallel_step is None else self.parallel_step.current_pieces()
+        of_parameter = [piece for piece in pieces if piece.index == index]
+        own = [piece for piece in of_parameter if piece.owner == dist.get_rank()]
+        if not of_parameter:
+            return range(num_rows(parameters_of(self.optimizer)[index]))
+        return range(own[0].start, own[-1].stop) if own else range(0)
+
+    def load(self, state: Mapping[str, Any] | StoredOptimizer) -> None:
+        """Take over a whole state, each rank its part, or a stored one, of which each rank reads its part."""
+        if isinstance(state, StoredOptimizer):
+            state = state.read(parameters_of(self.optimizer), rows=self.rows_to_read)
+        self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state))
+
+    def to_host(self) -> None:
+        """Take the state off the device for good, each rank its own: `full_state` and `own_state` still return it."""
+        self._kept = {i: {k: _HostShard.of(v) for k, v in values.items()} for i, values in self._shards()}
+        self._drop_shards()
+        for values in self.optimizer.state.values():
+            values.update({k: v.cpu() for k, v in values.items() if isinstance(v, Tensor)})
+
+    def release(self) -> None:
+        """Give the optimizer its own step and parameters back, before techniques are undone; its shards are kept here."""
+        if self._local_step is not None:
+            self._local_step.detach()
+        if self.parallel_step is not None:
+            self.parallel_step.detach()
+        self._kept = dict(self._shards()) if self._kept is None else self._kept
+        self._drop_shards()
+        follow_parameters(self.optimizer, {new: original for original, new in self._replaced.items()})
+
+    def give_back(self) -> None:
+        """Give an optimizer that is used again after `release` the whole states of sharded parameters, on every rank."""
+        assert self._kept is not None, "release() comes first"
+        parameters = parameters_of(self.optimizer)
+        for index, values in gather_parameter_states(self._shards(), everywhere=True).items():
+            self.optimizer.state[parameters[index]] = values
+        self._sharded, self._kept = [], None
+
+    def _plain_state(self) -> State:
+        """As Lightning takes it: optimizers such as torch's ZeroRedundancyOptimizer spread their state by themselves."""
+        if not hasattr(self.optimizer, "consolidate_state_dict"):
+            return self.optimizer.state_dict()
+        self.optimizer.consolidate_state_dict()
+        return self.optimizer.state_dict() if dist.get_rank() == 0 else {}
+
+    def _shards(self) -> Iterator[tuple[int, State]]:
+        """The states of sharded parameters by index, as DTensors on the device."""
+        parameters, state = parameters_of(self.optimizer), self.optimizer.state
+        for index in self._sharded:
+            if self._kept is None and parameters[index] in state:
+                yield index, dict(state[parameters[index]])
+            elif self._kept is not None and index in self._kept:
+                yield index, {k: v.placed() if isinstance(v, _HostShard) else v for k, v in self._kept[index].items()}
+
+    def _drop_shards(self) -> None:
+        for parameter in parameters_of(self.optimizer):
+            if isinstance(parameter, DTensor):
+                self.optimizer.state.pop(parameter, None)
+
+    @contextmanager
+    def _without_shards(self) -> Generator[None, None, None]:
+        parameters, state = parameters_of(self.optimizer), self.optimizer.state
+        taken = {p: state.pop(p) for p in (parameters[i] for i in self._sharded) if p in state}
+        try:
+            yield
+        finally:
+            state.update(taken)
+
+
+@dataclass(frozen=True)
+class _HostShard:
+    """This rank's shard of `like`, a DTensor without memory, in host memory."""
+
+    local: Tensor
+    like: DTensor
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return _to_host(value)
+        return cls(value.to_local().cpu(), _as_dtensor(torch.empty_like(value.to_local(), device="meta"), value))
+
+    def placed(self) -> DTensor:
+        return _as_dtensor(self.local.to(self.like.device_mesh.device_type), self.like)
+
+
+def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _as_rows(value: Any, piece: Piece, whole: torch.Size) -> Any:
+    """What has the shape of the piece's rows, as these rows of the whole."""
+    rows = torch.Size((piece.stop - piece.start, *whole[1:]))
+    if not isinstance(value, Tensor) or value.shape != rows or rows == whole:
+        return value
+    return TensorRows(value, start=piece.start, whole=whole)
+
+
+def _to_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _groups(optimizer: Optimizer) -> list[State]:
+    """As ``Optimizer.state_dict`` writes them: with the indices of parameters."""
+    groups, start = [], 0
+    for group in optimizer.param_groups:
+        indices = list(range(start, start + len(group["params"])))
+        start += len(indices)
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": indices})
+    return groups

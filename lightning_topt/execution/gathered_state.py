@@ -1,0 +1,82 @@
+"""States in full form: plain tensors under plain keys, whatever plan the run has.
+
+`gather_*` are collective calls that leave the whole state on rank 0 (CPU tensors) and an empty dict elsewhere; `place_*`
+need no communication: every rank has read the whole state and keeps its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_topt.optim.full_state import parameters_of
+
+State = dict[str, Any]
+
+
+@torch.no_grad()
+def gather_module_state(state: Mapping[str, Any]) -> State:
+    """Return the full form of a module's `state_dict()` that has DTensors."""
+    whole: State = {}
+    for name, value in state.items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if dist.get_rank() == 0:
+            whole[name] = full.cpu() if isinstance(full, Tensor) else full
+    return whole
+
+
+def place_module_state(state: Mapping[str, Any], module_state: Mapping[str, Any]) -> State:
+    """Return the entries of full `state` placed like those of a module's own `module_state`."""
+    return {name: _place_like(value, module_state.get(name)) for name, value in state.items()}
+
+
+@torch.no_grad()
+def gather_parameter_states(states: Iterable[tuple[int, State]], *, everywhere: bool = False) -> dict[int, State]:
+    """Return the full form of an optimizer's states by parameter index, on rank 0 or `everywhere`; one by one."""
+    wanted = everywhere or dist.get_rank() == 0
+    whole: dict[int, State] = {}
+    for index, values in states:
+        of_parameter = {}
+        for key, value in values.items():
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if wanted:
+                of_parameter[key] = full.cpu() if isinstance(full, Tensor) else full
+        if wanted:
+            whole[index] = of_parameter
+    return whole
+
+
+def place_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> State:
+    """Return the part of full `state` that an optimizer, some of whose parameters are DTensors, keeps."""
+    parameters = dict(enumerate(parameters_of(optimizer)))
+    placed = {
+        index: {key: _place_like(value, parameters[index]) for key, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": placed}
+
+
+def follow_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor]) -> None:
+    """Make an optimizer update the parameters that `replaced` has in place of its own; its state goes with them."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    for parameter, values in state.items():
+        target = replaced.get(parameter, parameter)
+        optimizer.state[target] = {key: _place_like(value, target) for key, value in values.items()}
+
+
+def _place_like(value: Any, target: Any) -> Any:
+    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
+        return value  # a wrong shape is load_state_dict's to report
+    if isinstance(value, DTensor):
+        return value
+    value = value.to(target.device_mesh.device_type, target.dtype)
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)

@@ -1,0 +1,284 @@
+"""Prices: what shows that a partial plan cannot become better than known plans (branch and bound in dynamic programming,
+Morin & Marsten 1976; Lagrangian bounds, Geoffrion 1974).
+
+Share a weight r of seconds and s of bytes over the ways through the columns in any proportion: then for every plan
+
+    r * step_seconds + s * peak_bytes  >=  the sum of its values, each times the share of its entry
+
+and the least of the right side over all completions of a partial plan is found backwards, layer by layer (`potentials`). The
+plans already known leave a staircase of corners (T, M): a plan that none of them beats or equals has ``step_seconds < T`` and
+``peak_bytes < M`` at some corner. A partial plan is hopeless when at every corner one of L prices shows that it cannot get
+there. Shares maximise the bound for L ratios r : s (multiplicative weights, Arora, Hazan & Kale 2012, section 3, over all
+ways at once: shares are a Gibbs distribution, whose marginals two passes give); the plans met on the way are the first known.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_topt.frontier.layers import Layer
+from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
+
+ELSEWHERE = -1
+
+_RATIOS = 30
+_STEPS = 100
+_WORK = 3 * 10**8  # multiply-adds that finding prices may take
+_CORNERS = 192
+_ROOM, _IMPROVED, _ROUNDS, _ENOUGH = (
+    4096,
+    64,
+    8,
+    1024,
+)  # changes of a plan, plans changed in a round, rounds, known plans
+_FAR = 2.0**20  # how far corners at the ends lie out; a gain above it is not told from any larger one
+_TOLERANCE = 2.0**-40  # of the sum of all values: above the rounding of prices, which must not drop a plan
+
+
+def price_kernels() -> Any:
+    """Return the compiled loops over all layers; importing Numba takes 0.4 s, so they are loaded where work is large."""
+    return importlib.import_module("lightning_topt.frontier.price_kernels")
+
+
+def state_kernels() -> Any:
+    """Return the compiled loops over partial plans."""
+    return importlib.import_module("lightning_topt.frontier.state_kernels")
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """Plans that are known: `costs` (n, 2), seconds ascending and bytes descending, and their transitions `plans` (n, N).
+
+    The transitions of a plan of another search are `ELSEWHERE`.
+    """
+
+    costs: Array
+    plans: NDArray[Any]
+
+    def joined(self, costs: Array, plans: NDArray[Any]) -> Known:
+        """Return the best of these and other plans."""
+        costs, plans = np.concatenate([self.costs, costs]), np.concatenate([self.plans, plans])
+        rows = pareto_rows_2(costs[:, 0], costs[:, 1])
+        return Known(costs[rows], plans[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """L prices: `weights` (L, 2) of a second and a byte; by boundary `masses` (c, L) of columns, and of groups `potentials`
+    (G, L) and `reached` (G, L), the least price from them to the end and from the start to them.
+
+    `most` (2,) is above the seconds and bytes of every plan, `slack` (L,) above the rounding of any priced plan.
+    """
+
+    weights: Array
+    masses: tuple[Array, ...]
+    potentials: tuple[Array, ...]
+    reached: tuple[Array, ...]
+    most: Array
+    slack: Array
+
+    def limits(self, known: Known) -> Array:
+        """Return (Q, L) prices of the corners that the known plans leave: a hopeful state's are lower at one of them."""
+        seconds, size = np.append(known.costs[:, 0], self.most[0]), np.append(self.most[1], known.costs[:, 1])
+        return np.ascontiguousarray(_corners(seconds, size).T @ self.weights.T + self.slack)
+
+    def gain(self, known: Known) -> float:
+        """Return by how much any plan could still beat the known ones, at most; see `Bounds.gains`."""
+        return float(Bounds(self, known, 0.0).gains(0, np.zeros((1, 2)), np.zeros(1, np.int64))[0])
+
+
+class Bounds:
+    """Which partial plans may become better than the `known` ones, by more than the share `epsilon`.
+
+    Boundaries are counted from the first layer, or, `reversed`, from the last.
+    """
+
+    def __init__(self, prices: Prices, known: Known, epsilon: float) -> None:
+        limits = prices.limits(known)
+        self.limits = np.where(limits > 0, limits / (1 + epsilon), limits)
+        self._masses, self._potentials, self._others = prices.masses, prices.potentials, prices.reached
+
+    @property
+    def reversed(self) -> Bounds:
+        """The same for partial plans that grow from the end."""
+        flipped = copy.copy(self)
+        flipped._masses, flipped._potentials, flipped._others = (
+            part[::-1] for part in (self._masses, self._others, self._potentials)
+        )
+        return flipped
+
+    def at(self, n: int) -> tuple[Array, Array, Array]:
+        """Return what the kernels take at boundary `n`: masses (c, L), potentials (G, L), limits (Q, L)."""
+        return self._masses[n], self._potentials[n], self.limits
+
+    def gains(self, n: int, states: Array, group: Rows) -> Array:
+        """Return (n,) by how much states of boundary `n` could still beat the known plans, at most.
+
+        Gain g: whatever completes a state is beaten or equalled by a known plan that counts as (1 + g) times better (and as
+        (1 + epsilon) times better already).
+        """
+        found = np.empty(len(states))
+        state_kernels().gains(states, group, *self.at(n), found)
+        return np.where(found < _FAR / 2, found, np.inf)
+
+
+def make_prices(layers: Sequence[Layer], *, steps: int | None = None) -> tuple[Prices, Known]:
+    """Return prices for `layers`, each with at least one transition, and the plans met while seeking them.
+
+    Fewer `steps` give prices that exclude less.
+    """
+    net = Network(tuple(layers))
+    ratios = np.stack(
+        [np.append(np.geomspace(1 / 64, 64, _RATIOS), [1, 0]), np.append(np.ones(_RATIOS), [0, 1])], axis=1
+    )
+    weights = ratios / net.units
+    rates = 16 / ratios.sum(axis=1, keepdims=True) * weights
+    work = len(ratios) * sum(layer.values.size + len(layer.start) * 16 for layer in layers)
+    steps = int(np.clip(_WORK / work, 10, _STEPS)) if steps is None else steps
+    steps = steps if net.splits else 1
+    masses, flows = np.zeros((len(ratios), net.pointers[0][-1])), np.zeros((len(ratios), net.flat[5][-1]))
+    potentials = np.zeros((len(ratios), net.pointers[1][-1]))
+    plans, costs = np.zeros((len(ratios) * steps, len(layers)), np.int32), np.zeros((len(ratios) * steps, 2))
+    price_kernels().maximise(net.flat, weights, rates, steps, masses, flows, potentials, plans, costs)
+    columns, groups = ([slice(*ends) for ends in itertools.pairwise(where)] for where in net.pointers)
+    prices = Prices(
+        weights,
+        tuple(np.ascontiguousarray(masses[:, where].T) for where in columns),
+        tuple(np.ascontiguousarray(potentials[:, where].T) for where in groups),
+        tuple(_reached(layers, flows)),
+        _FAR * (net.sums + 1),
+        _TOLERANCE * (weights * net.sums).sum(axis=1),
+    )
+    known = Known(np.zeros((0, 2)), np.zeros((0, len(layers)), np.int32)).joined(costs, plans)
+    return prices, known
+
+
+def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
+    """For every boundary (G, L): the least price from the start to each group."""
+    found, done = [np.zeros((1, len(flows)))], 0
+    for layer in layers:
+        priced = layer.values @ flows[:, done : done + len(layer.start)].T + found[-1][layer.source]
+        done += len(layer.start)
+        best = np.full((layer.groups, len(flows)), np.inf)
+        np.minimum.at(best, layer.target, priced)
+        found.append(best)
+    return found
+
+
+def improve(layers: Sequence[Layer], known: Known) -> Known:
+    """Return known plans and what changes of each, and crossings of neighbours, make of them."""
+    flat = Network(tuple(layers)).flat
+    room = np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))
+    for _ in range(_ROUNDS):
+        own = np.flatnonzero((known.plans != ELSEWHERE).all(axis=1))
+        some = known.plans[own[np.unique(np.linspace(0, len(own) - 1, min(_IMPROVED, len(own))).astype(np.intp))]]
+        pairs = [(plan, other) for i, plan in enumerate(some) for other in some[max(i - 1, 0) : i + 2]]
+        found = [_crossed(flat, *pair, known, room) for pair in pairs]
+        before = known
+        if found:
+            known = known.joined(*(np.concatenate(part) for part in zip(*found, strict=True)))
+        if len(known.costs) > _ENOUGH or np.array_equal(known.costs, before.costs):
+            break
+    return known
+
+
+def _crossed(
+    flat: tuple[Any, ...], plan: Rows, other: Rows, known: Known, room: tuple[NDArray[np.int32], Array]
+) -> tuple[Array, NDArray[Any]]:
+    """Costs and transitions of the crossings of two plans that no known plan beats."""
+    count = price_kernels().crossings(flat, plan, other, *np.ascontiguousarray(known.costs.T), *room)
+    layer, first, second = (column[:, None] for column in room[0][:count].T)
+    place = np.arange(len(plan))
+    plans = np.where(place < layer, plan, np.where(place == layer, first, np.where(place == layer + 1, second, other)))
+    return room[1][:count].copy(), plans.astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """Layers flattened for the kernels."""
+
+    layers: tuple[Layer, ...]
+
+    @cached_property
+    def kinds(self) -> list[Rows]:
+        """Kinds (c,) of the columns of every boundary: 0 seconds, 1 bytes."""
+        kinds = [np.array([0, 1])]
+        for layer in self.layers:
+            kind = np.zeros(layer.columns, np.int64)
+            kind[layer.end] = kinds[-1][layer.start]
+            kinds.append(kind)
+        return kinds
+
+    @property
+    def splits(self) -> bool:
+        """Whether there are several ways from the first columns to the last."""
+        return any(len(layer.start) > 2 for layer in self.layers)
+
+    @property
+    def pointers(self) -> tuple[Rows, Rows]:
+        """Where the columns and the groups of every boundary begin."""
+        return _pointers(map(len, self.kinds)), _pointers([1, *(layer.groups for layer in self.layers)])
+
+    @property
+    def units(self) -> Array:
+        """(2,) by how much seconds and bytes of plans may differ, about."""
+        spreads = self._sums(lambda values: np.ptp(values, axis=0))
+        return np.where(spreads > 0, spreads, 1.0)
+
+    @property
+    def sums(self) -> Array:
+        """(2,) no less than the seconds and bytes of any plan."""
+        return self._sums(lambda values: np.abs(values).max(axis=0))
+
+    def _sums(self, function: Any) -> Array:
+        total = np.zeros(2)
+        for layer, kind in zip(self.layers, self.kinds[1:], strict=True):
+            per_entry = function(layer.values)
+            total += [per_entry[kind[layer.end] == which].max(initial=0.0) for which in (0, 1)]
+        return total
+
+    @property
+    def flat(self) -> tuple[Any, ...]:
+        """Everything in a few arrays, see `kernels`."""
+        layers = self.layers
+        return (
+            _pointers(len(layer.source) for layer in layers),
+            _join([layer.source for layer in layers]),
+            _join([layer.target for layer in layers]),
+            _pointers(layer.values.size for layer in layers),
+            np.concatenate([layer.values.ravel() for layer in layers]),
+            _pointers(len(layer.start) for layer in layers),
+            _join([layer.start for layer in layers]),
+            _join([layer.end for layer in layers]),
+            self.pointers[0],
+            _join(self.kinds),
+            self.pointers[1],
+        )
+
+
+def _pointers(counts: Any) -> Rows:
+    return np.cumsum([0, *counts]).astype(np.int64)
+
+
+def _join(parts: Sequence[Rows]) -> Rows:
+    return np.concatenate(parts).astype(np.int64)
+
+
+def _corners(seconds: Array, size: Array) -> Array:
+    """(2, at most `_CORNERS`): the staircase of corners, coarser; of a run of corners, the one above them all."""
+    if len(seconds) <= _CORNERS:
+        return np.stack([seconds, size])
+    inner = np.diff(seconds[:-1]) / np.ptp(seconds[:-1]), -np.diff(size[1:]) / np.ptp(size[1:])
+    length = np.concatenate([[0], np.cumsum(inner[0] + inner[1])])  # along the known plans
+    ends = np.searchsorted(length, np.linspace(0, length[-1], _CORNERS - 1), side="right")
+    ends = np.unique(np.concatenate([[0, 1], ends, [len(seconds)]]))
+    return np.stack([seconds[ends[1:] - 1], size[ends[:-1]]])

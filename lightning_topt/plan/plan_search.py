@@ -1,0 +1,195 @@
+"""search_plans: every mesh, every placement of every block on it, every exchange of gradients; one frontier of plans.
+
+graph = capture(module, batch)
+optimizer = read_optimizer([torch.optim.AdamW(module.parameters())], named_parameters=module.named_parameters())
+frontier = search_plans(graph, cluster=cluster, optimizer=optimizer, device_counts=(1, 2), global_batch_size=16)
+choose(frontier.candidates, memory_limit=2**30).plan
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.exchange_model import legal_exchanges
+from lightning_topt.costs.optimizer import OptimizerProfile
+from lightning_topt.costs.sizes import ROOT
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
+from lightning_topt.graph.op_config import OpConfig, Storage
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.chains import Chain, Choices, search_chains
+from lightning_topt.plan.choose import PlanFrontier, PlanPoint
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
+from lightning_topt.techniques.explain import seconds_by_kind
+from lightning_topt.techniques.plan_costs import Configs, PlanCosts
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What to search for one model on one cluster.
+
+    Args:
+        graph, cluster, optimizer: see `TrainingStep`.
+        device_counts: numbers of ranks to plan for. The global batch is the same for all, so each must divide it.
+        global_batch_size: samples per step over all ranks.
+        shards: whether gradients and parameters may be sharded; else they stay whole on every rank.
+        exchanges: ways to exchange whole gradients that may be chosen besides DDP's all-reduce; those that a number of ranks
+            cannot have are left out there.
+        kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch size.
+        returns_memory: every plan is to keep a memory limit (see `TrainingStep`); plans that shard gradients always do so.
+        capture_seconds: what making `graph` took, for the record.
+        max_seconds: CPU seconds of the search for one number of devices, after which the best plans so far are returned with
+            `error_bound`.
+    """
+
+    graph: OpGraph
+    cluster: Cluster
+    optimizer: OptimizerProfile
+    device_counts: Sequence[int]
+    global_batch_size: int
+    shards: bool = True
+    exchanges: Sequence[ExchangeOptions] = ()
+    kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
+    returns_memory: bool = False
+    capture_seconds: float = 0.0
+    max_seconds: float = 10.0
+
+
+def search_plans(request: SearchRequest) -> PlanFrontier:
+    """Return the frontier over all meshes and exchanges at every number of devices; uniform plans are kept beside it.
+
+    Raises ValueError when a device count does not divide the batch.
+    """
+    start, error_bound = time.perf_counter(), 0.0
+    points: list[PlanPoint] = []
+    uniform: list[PlanPoint] = []
+    for count in request.device_counts:
+        spaces = [*_spaces(request, count)]
+        found = search_chains([c for space in spaces for c in space.chains()], max_seconds=request.max_seconds)
+        points += [point_of(chain.costs, chain.plan(row)) for chain, row in found.plans]
+        uniform += [point_of(space.costs, configs) for space in spaces for configs in space.uniform()]
+        error_bound = max(error_bound, found.error_bound)
+    return PlanFrontier.of(
+        points,
+        uniform=uniform,
+        capture_seconds=request.capture_seconds,
+        search_seconds=time.perf_counter() - start,
+        error_bound=error_bound,
+    )
+
+
+def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
+    """Yield the meshes of `count` ranks: one data axis, then copies times shards for every way to divide."""
+    per_node = cluster.devices_per_node
+    whole = "intra" if count <= per_node else "inter"
+    yield data_mesh(count, scope=whole)
+    for shard in range(2, count // 2 + 1):
+        if count % shard == 0:
+            inside = shard <= per_node and per_node % shard == 0
+            yield hybrid_mesh(count // shard, shard, scopes=(whole, "intra" if inside else "inter"))
+
+
+def point_of(costs: PlanCosts, configs: Configs) -> PlanPoint:
+    """Return the plan that gives each block its entry of `configs`, with what it is predicted to cost."""
+    step, seconds, peak = costs.step, costs.seconds(configs), float(costs.memory(configs).max())
+    kinds = seconds_by_kind(costs, configs)
+    compute = sum(kinds[kind] for kind in ("forward", "backward", "recompute", "update"))
+    plan = ParallelPlan.of_blocks(
+        [BlockPlan(block.name, configs[block.name]) for block in step.graph.blocks],
+        mesh=step.mesh,
+        model=step.graph.model,
+        fingerprint=step.graph.fingerprint,
+        batch_size=int(step.batch_size),
+        cluster=step.cluster.name,
+        predicted=Prediction(seconds, peak, compute, max(seconds - compute, 0.0)),
+        gradient_exchange=step.exchange,
+    )
+    return PlanPoint(seconds, peak, step.mesh.size, plan)
+
+
+@dataclass(frozen=True)
+class _Space:
+    """Plans on one mesh: `groups` are storages that blocks may have beside one another, `own` those of uniform plans."""
+
+    costs: PlanCosts
+    groups: Sequence[Collection[Storage]]
+    own: Collection[Storage]
+
+    def chains(self) -> Iterator[Chain]:
+        """One chain for each group and configuration of the block ``""``."""
+        for group in self.groups:
+            configs = self._configs(group)
+            if all(configs.values()):
+                choices = Choices(self.costs, configs)
+                yield from (Chain(choices, root) for root in configs[ROOT])
+
+    def uniform(self) -> Iterator[dict[str, OpConfig]]:
+        """One storage for all blocks, without and with recomputation; a block that cannot have that takes what is nearest."""
+        found: list[dict[str, OpConfig]] = []
+        if not self.own:
+            return
+        configs = self._configs(self.own)
+        kinds = dict.fromkeys(config for several in configs.values() for config in several)
+        for kind in kinds:
+            plan = {name: _nearest(several, kind) for name, several in configs.items()}
+            if plan not in found:
+                found.append(plan)
+                yield plan
+
+    def _configs(self, group: Collection[Storage]) -> dict[str, list[OpConfig]]:
+        blocks = self.costs.step.graph.blocks
+        return {block.name: [c for c in self.costs.configs(block) if c.storage in group] for block in blocks}
+
+
+def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> OpConfig:
+    def distance(config: OpConfig) -> tuple[int, int, bool]:
+        axes = [len(c.storage.sharded_axes("optimizer_state")) for c in (config, kind)]
+        levels = abs(config.storage.level - kind.storage.level)
+        return abs(axes[0] - axes[1]), levels, config.recompute != kind.recompute
+
+    return min(configs, key=distance)
+
+
+def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
+    """The plans for `count` ranks: on every mesh, with every exchange."""
+    if request.global_batch_size % count:
+        raise ValueError(
+            f"a global batch of {request.global_batch_size} samples cannot be divided evenly over {count} devices; choose a "
+            f"batch size that is a multiple of {count}, or other device counts"
+        )
+    first, *rest = meshes(request.cluster, count)
+    common = request.graph, request.cluster, request.optimizer, first, request.global_batch_size // count
+    step = TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
+    yield _whole_gradients(PlanCosts(step))
+    legal = (legal_exchanges(options, cluster=request.cluster, world_size=count) for options in request.exchanges)
+    for exchange in dict.fromkeys(itertools.chain.from_iterable(legal)):
+        yield _whole_gradients(PlanCosts(replace(step, exchange=exchange)))
+    if request.shards:
+        returning = step if step.returns_memory else replace(step, returns_memory=True)
+        for mesh in (first, *rest):
+            yield _sharded_gradients(PlanCosts(returning.on(mesh)))
+
+
+def _storages(costs: PlanCosts) -> list[Storage]:
+    found = (config.storage for block in costs.step.graph.blocks for config in costs.configs(block))
+    return [*dict.fromkeys(found)]
+
+
+def _whole_gradients(costs: PlanCosts) -> _Space:
+    """Plans of plain data parallelism by themselves, then all whose gradients are whole."""
+    whole = [storage for storage in _storages(costs) if not storage.sharded_axes("gradients")]
+    plain = [storage for storage in whole if storage.level == 0]
+    return _Space(costs, [plain, whole] if whole != plain else [plain], own=whole)
+
+
+def _sharded_gradients(costs: PlanCosts) -> _Space:
+    """Plans that only the mesh of `costs` has: gradients sharded along its last axis, by themselves and with all others."""
+    storages, axes = _storages(costs), costs.step.mesh.data_axes
+    own = [storage for storage in storages if storage.sharded_axes("gradients") == axes[-1:]]
+    return _Space(costs, [own, storages] if own else [], own=own)

@@ -1,0 +1,40 @@
+"""Names that people use for placements: ``ddp``, ``zero1`` to ``zero3``, ``hybrid`` and ``hybrid_zero2``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig, Storage
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A ZeRO level over all data axes of a mesh, or over the last one only (`inner`: hybrid sharding)."""
+
+    level: int
+    inner: bool = False
+
+    def storage(self, mesh: Mesh) -> Storage:
+        """Return the placements on `mesh`."""
+        over = mesh.data_axes[-1:] if self.inner else mesh.data_axes
+        return Storage.zero(self.level, axes=len(mesh.axes), over=over)
+
+
+PRESETS = {
+    "ddp": Preset(0),
+    "zero1": Preset(1),
+    "zero2": Preset(2),
+    "zero3": Preset(3),
+    "hybrid_zero2": Preset(2, inner=True),
+    "hybrid": Preset(3, inner=True),
+}
+_LEVELS = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+def describe_config(config: OpConfig) -> str:
+    """Return a few words for people: ``"hybrid ZeRO-3 + recompute"``."""
+    storage = config.storage
+    sharded = storage.sharded_axes("optimizer_state")
+    hybrid = "hybrid " if 0 < len(sharded) < len(storage.parameters) else ""
+    return f"{hybrid}{_LEVELS[storage.level]}{' + recompute' if config.recompute else ''}"

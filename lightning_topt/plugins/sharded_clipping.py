@@ -1,0 +1,40 @@
+"""The Trainer's gradient clipping and GradScaler on sharded gradients (DTensors), beside whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
+
+from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.sharded_gradients import agree_on_overflow, clip_norm_, clip_value_
+
+
+def clip_sharded(precision: Precision, *, device: torch.device) -> Callable[[], None]:
+    """Make `precision` clip, unscale and look for overflows over all ranks' shards; the result undoes it."""
+
+    def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_norm_(parameters_of(optimizer), clip_val)
+
+    def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_value_(parameters_of(optimizer), clip_val)
+
+    replaced = {
+        name: own
+        for name, own in (("clip_grad_by_norm", by_norm), ("clip_grad_by_value", by_value))
+        if getattr(type(precision), name) is getattr(Precision, name)  # not the user's own
+    }
+    vars(precision).update(replaced)
+    scaler = getattr(precision, "scaler", None)
+    unscale_whole = agree_on_overflow(scaler, device) if scaler is not None else None
+
+    def restore() -> None:
+        for name, own in replaced.items():
+            if vars(precision).get(name) is own:
+                del vars(precision)[name]
+        if unscale_whole is not None:
+            unscale_whole()
+
+    return restore

@@ -1,0 +1,205 @@
+"""Data parallelism: every rank has all parameters and whole gradients, averaged by torch's DistributedDataParallel (DDP).
+
+    what                                         source
+    P + G + S all the time                       Rajbhandari et al., arXiv 1910.02054, section 5
+    gradients twice while buckets are rebuilt    torch 2.13 `reducer.cpp`: once, before the second forward, in the order in
+                                                 which gradients became ready
+    gradients outside the buckets                autograd makes a gradient as a tensor of its own, which is then copied
+
+Gradients are views of DDP's buckets, which stay. It also averages the whole gradients of blocks whose optimizer state is
+sharded (ZeRO level 1). Parameters with sharded gradients are beside it in the same model: DDP ignores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.costs.lifetimes import REBUILD, Lifetime
+from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.costs.update import temporaries_seconds
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig, Storage
+from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.techniques.technique import (
+    Applied,
+    BlockSeconds,
+    Neighbours,
+    ParallelModel,
+    Technique,
+    has_only_data_axes,
+    has_whole_gradients,
+)
+
+
+class DataParallel(Technique):
+    """Nothing is sharded (ZeRO level 0)."""
+
+    @property
+    @override
+    def name(self) -> str:
+        return "data parallelism"
+
+    @override
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        whole = has_only_data_axes(mesh) and config.storage == Storage.zero(0, axes=len(mesh.axes))
+        return frozenset({"storage"}) if whole else frozenset()
+
+    @override
+    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
+        return None
+
+    # ---- what is legal ----------------------------------------------------------------------------------------------
+
+    @override
+    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+        return [OpConfig.zero(0, axes=len(step.mesh.axes))]
+
+    # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    @override
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        return bool(self.claims(config, step.mesh))
+
+    @override
+    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+        yield from whole_gradient_lifetimes(step, block)
+        state = sum(step.optimizer.state_bytes(p.name) for p in step.parameters(block))
+        yield step.phases.always("optimizer state", state)
+
+    @override
+    def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
+        return iter(())
+
+    @override
+    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+        add_reduction(seconds, step, block)
+        parameters = step.parameters(block)
+        seconds.update += sum(step.update_seconds(p) for p in parameters)
+        seconds.update += temporaries_seconds(step, {p: 1.0 for p in parameters})
+
+    @override
+    def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
+        return 0.0
+
+    @override
+    def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
+        return 1.0
+
+    # ---- how it is applied -------------------------------------------------------------------------------------------
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        """Wrap the module in DDP, unless it is."""
+        whole = model.parameters_where(has_whole_gradients)
+        sharded = model.parameters_where(lambda config: not has_whole_gradients(config))
+        if not isinstance(model.root, DistributedDataParallel):
+            if sharded and not any(parameter.requires_grad for parameter in whole.values()):
+                return None  # DDP takes no module in which it has nothing to average
+            _move(model, whole)
+            options, ignored = model.options, _names_for_ddp(sharded)
+            model.root = wrap_in_ddp(model.module, device=model.device, arguments=options.ddp, ignored=ignored)
+            register_hook(model.root, options.hook, options.hook_state)
+        return Applied(undo=lambda: None, no_sync=model.root.no_sync)
+
+
+def whole_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lifetime]:
+    """Yield whole parameters and gradients."""
+    parameters, phases = step.parameters(block), step.phases
+    gradients = sum(map(gradient_bytes, parameters))
+    yield phases.always("parameters", sum(map(parameter_bytes, parameters)))
+    yield phases.always("gradients", gradients)
+    yield Lifetime("gradients", gradients, REBUILD, REBUILD)
+    yield from _loose_gradient_lifetimes(step, parameters)
+
+
+def _loose_gradient_lifetimes(step: TrainingStep, parameters: Sequence[Parameter]) -> Iterator[Lifetime]:
+    """Gradients outside DDP's buckets: the largest of a segment.
+
+    That of a parameter used in several segments waits from the first of their backwards to the last, where the second part
+    is added.
+    """
+    spans = step.segments.of_parameter
+    done: dict[int, int] = {}
+    for parameter in parameters:
+        first, last = spans[parameter.name]
+        done[first] = max(done.get(first, 0), gradient_bytes(parameter))
+        if first < last:
+            yield Lifetime("gradients", gradient_bytes(parameter), ("backward", last), ("backward", first))
+    for k, size in done.items():
+        yield Lifetime("gradients", size, ("backward", k), ("backward", k))
+
+
+def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None:
+    """Add the copy of whole gradients into DDP's bucket, and their all-reduce where nothing else exchanges them."""
+    size = sum(map(gradient_bytes, step.parameters(block)))
+    seconds.reduce_foreground += step.copy_seconds(size)
+    if step.exchange is None:
+        add_exchange(seconds, step, step.collective_seconds("all_reduce", size, axes=step.mesh.data_axes))
+
+
+def add_exchange(seconds: BlockSeconds, step: TrainingStep, exchange: float) -> None:
+    """Add an exchange of gradients of so many seconds, of which the cluster's share runs beside backward."""
+    beside = 0.0 if step.mesh.data_parallel_size == 1 else step.cluster.overlap
+    seconds.reduce_foreground += (1 - beside) * exchange
+    seconds.reduce_background += beside * exchange
+
+
+def wrap_in_ddp(
+    module: nn.Module, *, device: torch.device, arguments: Mapping[str, Any], ignored: Collection[str] = ()
+) -> DistributedDataParallel:
+    """Return `module`, which is on `device`, in torch's DDP with its `arguments`, without the parameters named `ignored`."""
+    device_ids = None if device.type == "cpu" else [device.index]
+    with _ignoring(module, ignored), _side_stream(device):
+        return DistributedDataParallel(module, device_ids=device_ids, **arguments)
+
+
+def register_hook(ddp: DistributedDataParallel, hook: Callable[..., Any] | None, state: Any) -> None:
+    """Let the user's communication hook, if there is one, average the gradients of `ddp`."""
+    if hook is not None:
+        ddp.register_comm_hook(state=state, hook=hook)
+
+
+@contextmanager
+def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None, None]:
+    """DDP reads what it is to ignore from an attribute of the module; what the user has there stays."""
+    attribute, before = "_ddp_params_and_buffers_to_ignore", dict(vars(module))
+    if names:
+        setattr(module, attribute, [*before.get(attribute, ()), *names])
+    try:
+        yield
+    finally:
+        if names and attribute in before:
+            setattr(module, attribute, before[attribute])
+        elif names:
+            delattr(module, attribute)
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Generator[None, None, None]:
+    """DDP on CUDA is to be made on a side stream (pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs")."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
+
+
+def _names_for_ddp(names: Collection[str]) -> list[str]:
+    # DDP asks for a parameter of the module itself as "scale" in one place and as ".scale" in another.
+    return [*names, *(f".{name}" for name in names if "." not in name)]
+
+
+@torch.no_grad()
+def _move(model: ParallelModel, whole: Mapping[str, nn.Parameter]) -> None:
+    """To the device, but for what is to be sharded: that may be too large to be there whole."""
+    for tensor in (*whole.values(), *model.module.buffers()):
+        tensor.data = tensor.data.to(model.device)

@@ -1,0 +1,102 @@
+"""The plan's gradient exchange: whole gradients travel compressed, or over the levels of the network, as DDP's hook."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.costs.lifetimes import REBUILD, REDUCE_LAST, UPDATE, Lifetime
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.techniques.data_parallel import add_exchange
+from lightning_topt.techniques.technique import (
+    Applied,
+    BlockSeconds,
+    Neighbours,
+    ParallelModel,
+    Technique,
+    has_whole_gradients,
+)
+
+
+class GradientCompression(Technique):
+    """Of plans that have a `gradient_exchange`; it outlives `undo`, for checkpoints, until it is closed."""
+
+    @property
+    @override
+    def name(self) -> str:
+        return "gradient exchange"
+
+    @override
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        return frozenset()
+
+    @override
+    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
+        if exchange is None:
+            return
+        if not any(has_whole_gradients(config) for config in configs.values()):
+            raise ValueError("gradient_exchange: needs whole gradients (ZeRO levels 0 and 1), and this plan shards all")
+        if mesh.size == 1:
+            raise ValueError("gradient_exchange: a single rank exchanges nothing; leave it out")
+
+    # ---- what is legal ----------------------------------------------------------------------------------------------
+
+    @override
+    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+        return []
+
+    # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    @override
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        return step.exchange is not None and has_whole_gradients(config)
+
+    @override
+    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+        assert step.exchange_model is not None
+        if step.segments.count:
+            work = step.exchange_model.work[block]
+            spans = [step.segments.of_parameter[p.name][0] for p in step.parameters(block) if p.trainable]
+            yield Lifetime("held-back gradients", work.kept_bytes, step.phases.after(REBUILD), UPDATE)
+            # On a slow network all its buffers are in flight to the end.
+            yield Lifetime("exchange buffers", work.buffer_bytes, ("backward", min(spans, default=0)), REDUCE_LAST)
+
+    @override
+    def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
+        assert step.exchange_model is not None
+        yield step.phases.always("process", step.exchange_model.process_bytes)
+
+    @override
+    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+        assert step.exchange_model is not None
+        add_exchange(seconds, step, step.exchange_model.worker_seconds(block))
+        seconds.reduce_foreground += step.exchange_model.device_seconds(block)
+
+    @override
+    def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
+        return 0.0
+
+    @override
+    def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
+        return 1.0
+
+    # ---- how it is applied -------------------------------------------------------------------------------------------
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        if model.exchange is None:
+            return None
+        if not isinstance(model.root, DistributedDataParallel):
+            raise ValueError("gradient_exchange: no trained parameter of this model has whole gradients; leave it out")
+        options = replace(model.exchange, nonfinite=model.options.nonfinite)
+        exchange = CompressedExchange(options, topology=model.options.topology, device=model.device)
+        exchange.register(model.root)
+        return Applied(undo=lambda: None, exchange=exchange)

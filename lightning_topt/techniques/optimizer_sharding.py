@@ -1,0 +1,133 @@
+"""Sharded optimizer state (ZeRO level 1): whole gradients, averaged as in data parallelism; each rank updates its share.
+
+A rank's step updates its pieces and sends them to the others (`optim.ParallelStep`). Where the update treats elements one by
+one, pieces are rows, and every rank has an even share; else parameters stay whole (`optim.assignment`). A block counts an even
+share of its state and update; what the busiest rank of a plan has above that is the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.costs.lifetimes import Lifetime
+from lightning_topt.costs.sizes import parameter_bytes
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.costs.update import temporaries_seconds
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig, Storage
+from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.optim.assignment import Share, assign_pieces
+from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
+from lightning_topt.optim.pieces import num_rows
+from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of
+from lightning_topt.techniques.data_parallel import add_reduction, whole_gradient_lifetimes
+from lightning_topt.techniques.technique import (
+    Applied,
+    BlockSeconds,
+    Neighbours,
+    ParallelModel,
+    Technique,
+    has_only_data_axes,
+)
+
+_SMALL_BYTES = 1 << 20  # parameters below it are broadcast together (optim.gather)
+
+
+class OptimizerSharding(Technique):
+    """The optimizer state is sharded along all data axes."""
+
+    @property
+    @override
+    def name(self) -> str:
+        return "sharded optimizer state"
+
+    @override
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        sharded = Storage.zero(1, axes=len(mesh.axes), over=mesh.data_axes)
+        return frozenset({"storage"}) if has_only_data_axes(mesh) and config.storage == sharded else frozenset()
+
+    @override
+    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
+        return None
+
+    # ---- what is legal ----------------------------------------------------------------------------------------------
+
+    @override
+    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+        mesh = step.mesh
+        if mesh.data_parallel_size == 1 or not step.optimizer.by_parameter:
+            return []
+        return [OpConfig.zero(1, axes=len(mesh.axes), over=mesh.data_axes)]
+
+    # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    @override
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        return bool(self.claims(config, step.mesh))
+
+    @override
+    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+        yield from whole_gradient_lifetimes(step, block)
+        state = sum(step.optimizer.state_bytes(p.name) for p in step.parameters(block))
+        yield step.phases.always("optimizer state", state / step.mesh.data_parallel_size)
+
+    @override
+    def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
+        states = {p.name: float(step.optimizer.state_bytes(p.name)) for p in step.graph.parameters}
+        yield step.phases.always("optimizer state", _excess(step, blocks, states))
+
+    @override
+    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+        add_reduction(seconds, step, block)
+        ranks, parameters = step.mesh.data_parallel_size, step.parameters(block)
+        seconds.update += sum(step.update_seconds(p) for p in parameters) / ranks
+        seconds.update += temporaries_seconds(step, {p: 1 / ranks for p in parameters})
+        sizes = [parameter_bytes(p) for p in parameters if p.trainable]
+        parts = [size for size in sizes if size >= _SMALL_BYTES] + [sum(size for size in sizes if size < _SMALL_BYTES)]
+        seconds.broadcast += sum(step.collective_seconds("broadcast", size, axes=step.mesh.data_axes) for size in parts)
+
+    @override
+    def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
+        return _excess(step, blocks, {p.name: step.update_seconds(p) for p in step.graph.parameters})
+
+    @override
+    def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
+        return 1.0
+
+    # ---- how it is applied -------------------------------------------------------------------------------------------
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        names = [parameter for block in model.blocks_of(self) for parameter in model.parameters[block].values()]
+        shared = {parameter for parameter in names if parameter.requires_grad and parameter.numel()}
+        if not shared:
+            return None
+        ranks = model.mesh.size
+        return Applied(undo=lambda: None, attach=lambda optimizer: _share_step(optimizer, shared, ranks=ranks))
+
+
+def _share_step(optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int) -> ParallelStep | None:
+    cut = is_one_of(optimizer, ELEMENTWISE)
+    own = [(index, p) for index, p in enumerate(parameters_of(optimizer)) if p in shared]
+    shares = [Share(index, num_rows(p), p.numel(), float(p.numel()), splittable=cut) for index, p in own]
+    return install_parallel_step(optimizer, pieces=assign_pieces(shares, world_size=ranks)) if shares else None
+
+
+def _excess(step: TrainingStep, blocks: Collection[str], loads: Mapping[str, float]) -> float:
+    """The largest sum of `loads` (by parameter name) over what one rank updates of `blocks`, above the average."""
+    ranks = step.mesh.data_parallel_size
+    if step.optimizer.elementwise:
+        return 0.0  # cut to a row
+    parameters = [p for block in blocks for p in step.parameters(block)]
+    trained = [p for p in parameters if p.trainable and p.numel]
+    shares = [Share(index, 1, p.numel, float(p.numel), splittable=False) for index, p in enumerate(trained)]
+    totals = [0.0] * ranks
+    for piece in assign_pieces(shares, world_size=ranks):
+        totals[piece.owner] += loads[trained[piece.index].name]
+    return max(totals) - sum(loads[p.name] for p in parameters) / ranks

@@ -1,0 +1,243 @@
+"""What a plan costs on each rank, added up from its blocks: seconds of the step, bytes at its peak.
+
+Symbols: k segment of the forward pass; c its seconds (all that is in the way), b those of its backward, u those of its
+exchanges, which start after its backward and run one after another beside the backward of earlier segments.
+
+    step      sum of c + f_0 + what the plan adds       f_k = max(f_(k+1) - b_k, 0) + u_k        `PlanCosts.seconds`
+    peak      max over phases of the sum of lifetimes                                           `PlanCosts.memory`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lightning_topt.costs.activations import activation_lifetimes
+from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.lifetimes import UPDATE, Lifetime
+from lightning_topt.costs.sizes import ROOT
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.costs.update import temporary_bytes
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import Block
+from lightning_topt.techniques.registry import TECHNIQUES, technique_of
+from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours, Technique
+
+Configs = Mapping[str, OpConfig]
+
+
+@dataclass(frozen=True)
+class PlanCosts:
+    """The costs of every plan of one training step. What is worked out for a block is kept."""
+
+    step: TrainingStep
+
+    # ---- what is legal ----------------------------------------------------------------------------------------------
+
+    def configs(self, block: Block) -> list[OpConfig]:
+        """Return the configurations of `block` that some technique makes legal, the simplest first."""
+        key = self.step.alike[block.name], block.recomputable, block.name in self.step.tied
+        if key not in self._configs:
+            found: list[OpConfig] = []
+            for technique in reversed(TECHNIQUES):
+                found += technique.configs(self.step, block, tuple(found))
+            self._configs[key] = sorted(found, key=_simplicity)
+        return self._configs[key]
+
+    def check(self, configs: Configs) -> None:
+        """Raise ValueError when a block has no configuration, or one that no technique places on this mesh."""
+        if missing := [block.name for block in self.step.graph.blocks if block.name not in configs]:
+            raise ValueError(f"the plan has no configuration for the blocks {missing}")
+        for config in configs.values():
+            technique_of(config, self.step.mesh)  # raises
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def neighbours(self, configs: Configs) -> dict[str, Neighbours]:
+        """Return the sharded blocks around each block of a plan; without any for blocks whose gradients are whole."""
+        spans, last = self.step.segments.of_block, self.step.reduced_last
+        sharded = [name for name, config in configs.items() if config.storage.sharded_axes("gradients")]
+        order = sorted((name for name in sharded if name in self._gathered), key=lambda name: spans[name])
+        found = {name: ALONE for name in configs}
+        if ROOT in sharded:
+            found[ROOT] = Neighbours(following=order[0] if order else None)
+        previous = None
+        for name, following in zip(order, [*order[1:], None], strict=False):
+            found[name] = Neighbours(previous, following)
+            previous = previous if name in last else name
+        return found
+
+    def block_memory(self, block: str, config: OpConfig, beside: Neighbours = ALONE) -> Array:
+        """Return the bytes of one block in each phase (phase,)."""
+        key = block, config, beside
+        if key not in self._memories:
+            self._memories[key] = self.step.phases.add_up(self.block_lifetimes(block, config, beside))
+        return self._memories[key]
+
+    def block_lifetimes(self, block: str, config: OpConfig, beside: Neighbours) -> list[Lifetime]:
+        """Return all that one block keeps in memory; what is known of a block alike is moved to where this one stands."""
+        spans = self.step.segments.of_block
+        home = spans.get(block, (0, 0))[0]
+        near = (None if name is None else spans[name][0] - home for name in (beside.previous, beside.following))
+        key = self.step.alike[block], config, *near
+        if key not in self._lifetimes:
+            self._lifetimes[key] = home, [*self._block_lifetimes(block, config, beside)]
+        first_home, lifetimes = self._lifetimes[key]
+        return self.step.phases.shifted(lifetimes, home - first_home)
+
+    def _block_lifetimes(self, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+        if not config.recompute:
+            yield from activation_lifetimes(self.step, block, recompute=False)
+        for technique in self._techniques(config):
+            yield from technique.lifetimes(self.step, block, config, beside)
+
+    def plan_lifetimes(self, configs: Configs) -> Iterator[Lifetime]:
+        """Yield what the blocks of a plan keep together, and what every plan keeps."""
+        step, phases = self.step, self.step.phases
+        yield phases.always("buffers and batch", step.graph.buffer_bytes + step.graph.input_bytes.at(step.batch_size))
+        yield phases.always("process", step.cluster.device.process_bytes)
+        temporaries = [self._temporaries(name, config) for name, config in configs.items()]
+        largest, together = max(each[0] for each in temporaries), sum(each[1] for each in temporaries)
+        yield Lifetime("temporaries", max(largest, together), UPDATE, UPDATE)
+        for technique, blocks in self.by_technique(configs).items():
+            yield from technique.plan_lifetimes(step, blocks)
+
+    def _temporaries(self, block: str, config: OpConfig) -> tuple[float, float]:
+        """Bytes of the optimizer's temporaries of the largest parameter of a block, and of all that are alive together."""
+        key = self.step.alike[block], config
+        if key not in self._updates:
+            techniques = self._techniques(config)
+            parameters = self.step.parameters(block)
+            factors = {p: [t.update_share(self.step, p, config) for t in techniques] for p in parameters}
+            self._updates[key] = temporary_bytes(self.step, {p: float(np.prod(each)) for p, each in factors.items()})
+        return self._updates[key]
+
+    def memory(self, configs: Configs) -> Array:
+        """Return the bytes of a plan in each phase (phase,)."""
+        total = self.step.phases.add_up(self.plan_lifetimes(configs))
+        beside = self.neighbours(configs)
+        for name, config in configs.items():
+            total += self.block_memory(name, config, beside[name])
+        return total
+
+    # ---- seconds ----------------------------------------------------------------------------------------------------
+
+    def block_seconds(self, block: str, config: OpConfig) -> BlockSeconds:
+        """Return what techniques add to the computation of one block."""
+        key = self.step.alike[block], config
+        if key not in self._seconds:
+            seconds = BlockSeconds()
+            for technique in self._techniques(config):
+                technique.add_seconds(seconds, self.step, block, config)
+            self._seconds[key] = seconds
+        return self._seconds[key]
+
+    def block_times(self, block: str, config: OpConfig) -> Array:
+        """Return c, b and u of one block in each segment (3, segment)."""
+        key = block, config
+        if key not in self._times:
+            self._times[key] = self._block_times(block, self.block_seconds(block, config))
+        return self._times[key]
+
+    def _block_times(self, block: str, seconds: BlockSeconds) -> Array:
+        times, (forward, backward) = np.zeros((3, max(self.step.segments.count, 1))), self.step.compute[block]
+        first, last = self.step.segments.of_block.get(block, (0, 0))
+        if block == ROOT:
+            last = first = 0  # its exchanges enclose those of all other blocks
+        times[0, : len(forward)] += forward + backward
+        times[1, : len(backward)] += backward
+        # A gather runs beside the segment before it, in forward and in backward.
+        before = self._all_forward[first - 1] if first else 0.0
+        after = self._all_backward[last + 1] if last + 1 < len(self._all_backward) else 0.0
+        in_forward = seconds.gather_foreground[0] + max(seconds.gather_background[0] - before, 0.0)
+        in_backward = seconds.gather_foreground[1] + max(seconds.gather_background[1] - after, 0.0)
+        in_backward += seconds.recompute + seconds.reduce_foreground
+        times[0, first] += in_forward + in_backward + seconds.update + seconds.broadcast
+        times[1, first] += in_backward
+        times[2, first] += seconds.gather_background[1] + seconds.reduce_background
+        return times
+
+    def seconds(self, configs: Configs) -> float:
+        """Return the seconds of a step of a plan."""
+        times = np.sum([self.block_times(name, config) for name, config in configs.items()], axis=0)
+        return float(times[0].sum()) + _finish(times) + self.plan_seconds(configs)
+
+    def plan_seconds(self, configs: Configs) -> float:
+        """Return what the blocks of a plan take together, and what every plan takes."""
+        shared = sum(t.plan_seconds(self.step, blocks) for t, blocks in self.by_technique(configs).items())
+        return shared + self.step.buffers_seconds
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def by_technique(self, configs: Configs) -> dict[Technique, frozenset[str]]:
+        """Return the blocks that each technique places."""
+        found: dict[Technique, list[str]] = {}
+        for name, config in configs.items():
+            for technique in self._techniques(config):
+                found.setdefault(technique, []).append(name)
+        return {technique: frozenset(blocks) for technique, blocks in found.items()}
+
+    def _techniques(self, config: OpConfig) -> tuple[Technique, ...]:
+        if config not in self._placed:
+            self._placed[config] = tuple(t for t in TECHNIQUES if t.takes_part(self.step, config))
+        return self._placed[config]
+
+    @cached_property
+    def _placed(self) -> dict[OpConfig, tuple[Technique, ...]]:
+        return {}
+
+    @cached_property
+    def _all_forward(self) -> Sequence[float]:
+        return np.sum([times[0] for times in self.step.compute.values()], axis=0)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _all_backward(self) -> Sequence[float]:
+        return np.sum([times[1] for times in self.step.compute.values()], axis=0)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _gathered(self) -> frozenset[str]:
+        """Blocks, beside the root, that have parameters and a place in the forward pass."""
+        named = {parameter.block for parameter in self.step.graph.parameters} - {ROOT}
+        return frozenset(named & set(self.step.segments.of_block))
+
+    @cached_property
+    def _memories(self) -> dict[tuple[str, OpConfig, Neighbours], Array]:
+        return {}
+
+    @cached_property
+    def _configs(self) -> dict[tuple[int, bool, bool], list[OpConfig]]:
+        return {}
+
+    @cached_property
+    def _lifetimes(self) -> dict[Any, tuple[int, list[Lifetime]]]:
+        return {}
+
+    @cached_property
+    def _updates(self) -> dict[tuple[int, OpConfig], tuple[float, float]]:
+        return {}
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[int, OpConfig], BlockSeconds]:
+        return {}
+
+    @cached_property
+    def _times(self) -> dict[tuple[str, OpConfig], Array]:
+        return {}
+
+
+def _simplicity(config: OpConfig) -> tuple[bool, bool, int]:
+    storage = config.storage
+    hybrid = 0 < len(storage.sharded_axes("optimizer_state")) < len(storage.parameters)
+    return config.recompute, hybrid, storage.level
+
+
+def _finish(times: Array) -> float:
+    """How much later than computation the network finishes: `times` (3, segment) hold c, b, u."""
+    late = 0.0
+    for backward, exchange in zip(times[1][::-1], times[2][::-1], strict=True):
+        late = max(late - backward, 0.0) + exchange
+    return float(late)

@@ -1,0 +1,118 @@
+"""Recomputation (activation checkpointing): forward runs again in the backward pass (Chen et al., arXiv 1604.06174)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.costs.activations import activation_lifetimes
+from lightning_topt.costs.lifetimes import Lifetime
+from lightning_topt.costs.sizes import ROOT
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.techniques.technique import Applied, BlockSeconds, Neighbours, ParallelModel, Technique
+
+
+class _RecomputedForward:
+    """A module's forward under `torch.utils.checkpoint`; without gradients it is the plain forward."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+def apply_recomputation(module: nn.Module, blocks: Iterable[str]) -> None:
+    """Recompute the named submodules in the backward pass. Names of parameters and modules do not change.
+
+    `remove_recomputation` undoes it.
+    """
+    for name in blocks:
+        block = module.get_submodule(name)
+        # An instance attribute hides the class's forward: module hooks (FSDP2's among them) stay outside the recomputed
+        # part, as torch asks, and unlike a wrapper module it leaves every name as it was.
+        block.forward = _RecomputedForward(block.forward)
+
+
+def remove_recomputation(module: nn.Module) -> None:
+    """Undo `apply_recomputation` on all submodules."""
+    for submodule in module.modules():
+        recomputed = submodule.__dict__.get("forward")
+        if isinstance(recomputed, _RecomputedForward):
+            del submodule.__dict__["forward"]
+            if submodule.forward != recomputed.forward:  # the user's own instance attribute was there before
+                submodule.__dict__["forward"] = recomputed.forward
+
+
+class Recomputation(Technique):
+    """Blocks whose configuration says `recompute`."""
+
+    @property
+    @override
+    def name(self) -> str:
+        return "recomputation"
+
+    @override
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        return frozenset({"recompute"}) if config.recompute else frozenset()
+
+    @override
+    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
+        if "" in configs and configs[""].recompute:
+            raise ValueError('the block "" (everything outside the named blocks) cannot be recomputed')
+
+    # ---- what is legal ----------------------------------------------------------------------------------------------
+
+    @override
+    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+        if not block.recomputable or block.name == ROOT:
+            return []
+        return [replace(config, recompute=True) for config in so_far]
+
+    # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    @override
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        return bool(self.claims(config, step.mesh))
+
+    @override
+    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+        yield from activation_lifetimes(step, block, recompute=True)
+
+    @override
+    def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
+        return iter(())
+
+    @override
+    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+        seconds.recompute += float(step.compute[block][0].sum())
+
+    @override
+    def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
+        return 0.0
+
+    @override
+    def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
+        return 1.0
+
+    # ---- how it is applied -------------------------------------------------------------------------------------------
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        blocks = model.blocks_of(self)
+        if not blocks:
+            return None
+        apply_recomputation(model.module, blocks)
+        return Applied(undo=lambda: remove_recomputation(model.module))

@@ -1,0 +1,217 @@
+"""What every technique is to the planner and the engine, which share the registry of techniques and nothing else.
+
+A technique takes care of some entries of an `OpConfig` (its storage, its recomputation, ...), in one file with three faces:
+
+    what is legal            claims, check, configs
+    what it costs            takes_part, lifetimes, plan_lifetimes, add_seconds, plan_seconds, update_share
+    how it is applied        apply, which returns how to undo it
+
+Adding one takes its own file and one line of the registry.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.communication.rank_watch import time_limit
+from lightning_topt.communication.topology import Topology
+from lightning_topt.costs.lifetimes import Lifetime
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.optim.parallel_step import ParallelStep
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run brings besides its plan.
+
+    `ddp` are arguments of torch's DistributedDataParallel; `hook` with its `hook_state` is the user's communication hook for
+    it. `topology` (None: from the environment) and `nonfinite` (see `ExchangeOptions`) are for the plan's gradient exchange.
+    """
+
+    ddp: Mapping[str, Any] = field(default_factory=lambda: {"gradient_as_bucket_view": True})
+    hook: Callable[..., Any] | None = None
+    hook_state: Any = None
+    topology: Topology | None = None
+    nonfinite: str = "error"
+
+
+@dataclass
+class ParallelModel:
+    """A module while techniques are applied to it, in the order of the registry.
+
+    `configs` has the placement of every block by its name (``""``: all outside the named ones), `parameters` the module's own
+    parameters by block and name (all names of a tied one). `root` is what forward is to be called through: techniques replace
+    it by a wrapper around it.
+    """
+
+    module: nn.Module
+    mesh: Mesh
+    configs: Mapping[str, OpConfig]
+    parameters: Mapping[str, Mapping[str, nn.Parameter]]
+    device: torch.device
+    root: nn.Module
+    exchange: ExchangeOptions | None = None
+    options: RunOptions = field(default_factory=RunOptions)
+
+    def blocks_of(self, technique: Technique) -> list[str]:
+        """Return the names of the blocks that `technique` takes care of something of."""
+        return [name for name, config in self.configs.items() if technique.claims(config, self.mesh)]
+
+    def parameters_where(self, condition: Callable[[OpConfig], bool]) -> dict[str, nn.Parameter]:
+        """Return the parameters of the blocks whose placement meets `condition`, by all their names."""
+        chosen = [self.parameters[block] for block, config in self.configs.items() if condition(config)]
+        return {name: parameter for of_block in chosen for name, parameter in of_block.items()}
+
+    def device_mesh(self, *, inner: int) -> DeviceMesh:
+        """Return all ranks as a mesh of the module's device: rows of `inner` neighbours, one dim where one row has them all.
+
+        A collective call. Beside DDP its groups are its own: the collective calls of both may then run in any order.
+        """
+        kind, ranks = self.device.type, torch.arange(dist.get_world_size())
+        if inner == len(ranks):
+            beside_ddp = any(has_whole_gradients(config) for config in self.configs.values())
+            group = _own_group([ranks.tolist()]) if beside_ddp else dist.group.WORLD
+            assert group is not None
+            return DeviceMesh.from_group(group, kind, mesh_dim_names=("data",))
+        rows = ranks.view(-1, inner)
+        groups = [_own_group(rows.T.tolist()), _own_group(rows.tolist())]
+        return DeviceMesh.from_group(groups, kind, mesh=rows, mesh_dim_names=("data_replicate", "data_shard"))
+
+
+def _own_group(parts: Sequence[list[int]]) -> dist.ProcessGroup:
+    """The one of `parts` that this rank is in, as a new group. Calls on it end when those of the run must."""
+    groups: list[dist.ProcessGroup] = [dist.new_group(part, timeout=time_limit()) for part in parts]
+    return next(group for part, group in zip(parts, groups, strict=True) if dist.get_rank() in part)
+
+
+def _leave_alone(_: Optimizer) -> ParallelStep | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a technique did to a model. All members are collective calls where the technique communicates.
+
+    `undo` gives the module back as it was, in reverse order of application. `replaced` has the parameter in the place of each
+    original one. `attach` makes the step of an optimizer over the parameters follow, and returns the step that shares it over
+    ranks, if there is one. Within `no_sync` gradients are accumulated and their exchange left to a later backward, where that
+    helps. `reshard` releases gathered parameters.
+    """
+
+    undo: Callable[[], None]
+    replaced: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    attach: Callable[[Optimizer], ParallelStep | None] = _leave_alone
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    reshard: Callable[[], None] = lambda: None
+    exchange: CompressedExchange | None = None
+
+
+@dataclass
+class BlockSeconds:
+    """What techniques add to the computation of a block, in seconds.
+
+    Exchanges are split into foreground (in the way of computation) and background (beside it, on the network); gathers come
+    before the forward and before the backward of the block, its reduction starts after its backward. `recompute` is forward
+    computation within backward, `update` the optimizer step and what follows it, `broadcast` the exchange of its results.
+    """
+
+    recompute: float = 0.0
+    gather_foreground: list[float] = field(default_factory=lambda: [0.0, 0.0])  # in forward, in backward
+    gather_background: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    reduce_foreground: float = 0.0
+    reduce_background: float = 0.0
+    update: float = 0.0
+    broadcast: float = 0.0
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The blocks with sharded gradients around one of them, in the order of forward: after whose reduction, with whose gather,
+    its buffers go. None: there is none, or (`previous`) all before it are reduced when the backward pass is over.
+    """
+
+    previous: str | None = None
+    following: str | None = None
+
+
+ALONE = Neighbours()
+
+
+class Technique(ABC):
+    """One way of training a model on several ranks."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What people call it."""
+
+    @abstractmethod
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        """Return the entries of `config` that the technique takes care of on `mesh`: ``"storage"``, ``"recompute"``, ..."""
+
+    @abstractmethod
+    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
+        """Raise ValueError for what the technique cannot do in a plan of these blocks."""
+
+    # ---- what is legal ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+        """Return the configurations that it makes legal for `block`, beside those of earlier techniques, `so_far`."""
+
+    # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        """Return whether it adds to the costs of blocks under `config`."""
+
+    @abstractmethod
+    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+        """Yield what a block under `config`, between the sharded blocks `beside` it, keeps in memory."""
+
+    @abstractmethod
+    def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
+        """Yield what a plan that places `blocks` by this technique keeps beside what each of them does."""
+
+    @abstractmethod
+    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+        """Add to `seconds` what a block under `config` takes beside the computation of its operators."""
+
+    @abstractmethod
+    def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
+        """Return the seconds of the update that a plan takes beside what each of `blocks` does."""
+
+    @abstractmethod
+    def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
+        """Return the largest share of `parameter` that one rank updates at once, as far as this technique decides it."""
+
+    # ---- how it is applied -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def apply(self, model: ParallelModel) -> Applied | None:
+        """Do its part of the plan to `model`, in place; None where it has none. A collective call."""
+
+
+def has_whole_gradients(config: OpConfig) -> bool:
+    """Return whether every rank holds the whole gradients after the backward pass."""
+    return not config.storage.sharded_axes("gradients")
+
+
+def has_only_data_axes(mesh: Mesh) -> bool:
+    """Return whether the batch is split along every axis of `mesh`."""
+    return len(mesh.data_axes) == len(mesh.axes)

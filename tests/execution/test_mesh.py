@@ -1,0 +1,40 @@
+"""Meshes against the nodes of a run, and schedules, without ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_topt.execution.mesh import layout_difference
+from lightning_topt.execution.schedule import single_stage_schedule
+from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks_per_node", "found"),
+    [
+        (hybrid_mesh(2, 4), 4, None),
+        (
+            hybrid_mesh(2, 4),
+            8,
+            "axis data_replicate between nodes, and in this run (nodes of 8 ranks) it lies inside a node",
+        ),
+        (
+            hybrid_mesh(2, 4),
+            2,
+            "axis data_shard inside a node, and in this run (nodes of 2 ranks) it lies between nodes",
+        ),
+        (hybrid_mesh(1, 4), 4, None),
+        (data_mesh(8), 2, None),
+    ],
+)
+def test_nodes_other_than_the_plan_was_made_for(mesh: Mesh, ranks_per_node: int, found: str | None) -> None:
+    difference = layout_difference(mesh, ranks_per_node=ranks_per_node)
+    assert difference is None if found is None else found in (difference or "")
+
+
+def test_the_schedule_of_one_stage() -> None:
+    actions = single_stage_schedule(3)
+    assert [(a.kind[0], a.microbatch_index) for a in actions] == [(k, i) for i in range(3) for k in "fb"]
+    assert [a.exchanges for a in actions] == [False] * 4 + [True] * 2
+    with pytest.raises(ValueError, match="at least one microbatch"):
+        single_stage_schedule(0)

@@ -1,0 +1,84 @@
+"""search_meshes against the union of what each mesh gives by itself."""
+
+import numpy as np
+import pytest
+
+from lightning_topt.costs.chain_table import ChainTable
+from lightning_topt.frontier import frontier_search, mesh_frontier
+from lightning_topt.frontier.brute_force import brute_force_frontier
+from lightning_topt.frontier.mesh_frontier import search_meshes
+from tests.frontier.tables import random_chain
+
+
+def union(tables):
+    """(seconds, bytes) of the best plans of all tables, by bytes ascending."""
+    points = sorted((p.peak_bytes, p.step_seconds) for table in tables for p in brute_force_frontier(table))
+    best = []
+    for size, seconds in points:
+        if not best or seconds < best[-1][0]:
+            best.append((seconds, size))
+    return best
+
+
+def random_meshes(rng, count, **options):
+    """Chains of which some are dearer throughout."""
+    made = []
+    for _ in range(count):
+        table = random_chain(rng, blocks=int(rng.integers(1, 5)), configs=3, **options)
+        more = float(rng.integers(0, 8))
+        made.append(ChainTable(table.blocks, table.order, table.edges, more, more, table.update_bytes))
+    return made
+
+
+@pytest.mark.parametrize("prices", [False, True])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("forbidden", [0.0, 0.3])
+def test_equals_brute_force_over_all_meshes(monkeypatch, prices, ties, forbidden):
+    if prices:
+        monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
+        monkeypatch.setattr(frontier_search, "_SMALL", 0)
+    rng = np.random.default_rng([prices, ties, int(10 * forbidden)])
+    dropped = 0
+    for _ in range(15):
+        tables = random_meshes(rng, int(rng.integers(1, 5)), edges=0.5, ties=ties, forbidden=forbidden)
+        found = search_meshes((i, lambda table=table: table) for i, table in enumerate(tables))
+        assert found.exact
+        assert [(p.step_seconds, p.peak_bytes) for _, p in found.points] == union(tables)
+        for label, point in found.points:
+            seconds, size = tables[label].evaluate(np.array([list(point.choice.values())]))
+            assert (seconds[0], size[0]) == (point.step_seconds, point.peak_bytes)
+        dropped += len(tables) - len(found.searched)
+    assert dropped > 0 or not prices
+
+
+def test_a_mesh_that_is_dearer_throughout_is_not_searched(monkeypatch):
+    monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
+    table = random_chain(np.random.default_rng(0), blocks=6, configs=3)
+    dear = ChainTable(table.blocks, table.order, table.edges, 1e3, 1e3)
+    found = search_meshes([("dear", lambda: dear), ("cheap", lambda: table)])
+    assert found.searched == ("cheap",) and {label for label, _ in found.points} == {"cheap"} and found.exact
+
+
+def test_time_that_is_up_is_said(monkeypatch):
+    monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
+    monkeypatch.setattr(frontier_search, "_SMALL", 0)
+    rng = np.random.default_rng(1)
+    tables = [random_chain(rng, blocks=30, configs=4, edges=0.5) for _ in range(3)]
+    found = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=1e-6)
+    assert not found.exact and found.error_bound > 0 and found.points
+    whole = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=60)
+    assert whole.exact
+    for _, wanted in whole.points:  # no plan is better than what was found by more than the bound
+        factor = 1 + found.error_bound + 1e-9
+        assert any(
+            p.step_seconds <= wanted.step_seconds * factor and p.peak_bytes <= wanted.peak_bytes * factor
+            for _, p in found.points
+        )
+
+
+def test_no_mesh_and_no_allowed_plan():
+    assert search_meshes([]).points == ()
+    table = random_chain(np.random.default_rng(0), blocks=2, configs=2, forbidden=1.1)
+    assert search_meshes([("a", lambda: table)]).points == ()
+    with pytest.raises(ValueError, match="epsilon"):
+        search_meshes([], epsilon=2.0)

@@ -1,0 +1,74 @@
+"""Array kernels against slow twins."""
+
+import numpy as np
+import pytest
+
+from lightning_topt.frontier import state_kernels
+from lightning_topt.frontier.pareto import pareto_rows, pareto_rows_2, unique_rows
+
+
+def slow_minimal(costs):
+    """The distinct minimal rows, sorted."""
+    rows = sorted(set(map(tuple, costs.tolist())))
+    return [r for r in rows if not any(o != r and all(a <= b for a, b in zip(o, r, strict=True)) for o in rows)]
+
+
+def random_costs(rng, n, c, *, ties):
+    return rng.integers(0, 4, (n, c)).astype(float) if ties else rng.random((n, c))
+
+
+def compiled_rows(costs, *, most):
+    """`state_kernels.minimal` as `wide` calls it."""
+    held, floor, kept = (
+        np.empty_like(costs),
+        np.empty((len(costs) // 16 + 1, costs.shape[1])),
+        np.empty(len(costs), np.int64),
+    )
+    order = np.argsort(costs.sum(axis=1))
+    return kept[: state_kernels.minimal(costs, order, held, floor, kept, most)]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 8])
+def test_pareto_rows_equals_slow_twin(columns, ties):
+    rng = np.random.default_rng([columns, ties])
+    for n in (1, 2, 3, 17, 100, 700):
+        costs = random_costs(rng, n, columns, ties=ties)
+        minimal = slow_minimal(costs)
+        assert sorted(map(tuple, costs[pareto_rows(costs)].tolist())) == minimal
+        assert sorted(map(tuple, costs[compiled_rows(costs, most=n)].tolist())) == minimal
+        some = list(map(tuple, costs[compiled_rows(costs, most=1)].tolist()))
+        assert set(some) >= set(minimal) and len(some) == len(set(some))
+
+
+def test_pareto_rows_with_constant_equal_and_many_kept_columns():
+    rng = np.random.default_rng(0)
+    first = rng.random(6000)
+    costs = np.stack([first, np.ones(6000), 1 - first, 5 + first, rng.random(6000)], axis=1)
+    assert len(pareto_rows(costs)) == 6000  # first and 1 - first trade off: all minimal, in many blocks and chunks
+    assert len(pareto_rows(costs[:, [0, 1, 3]])) == 1
+    assert len(pareto_rows(np.ones((5, 3)))) == 1
+    assert len(pareto_rows(np.ones((5, 0)))) == 1
+    assert len(pareto_rows(np.ones((0, 3)))) == 0
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_sort_and_sweep_with_bins_equals_the_general_filter(ties):
+    rng = np.random.default_rng(ties)
+    costs = random_costs(rng, 40_000, 2, ties=ties)
+    costs[:, 1] += 1 / (costs[:, 0] + 0.01)
+    swept = costs[pareto_rows_2(costs[:, 0], costs[:, 1])]
+    assert sorted(map(tuple, swept.tolist())) == slow_minimal_2(costs)
+    assert (np.diff(swept[:, 0]) > 0).all() and (np.diff(swept[:, 1]) < 0).all()
+
+
+def slow_minimal_2(costs):
+    kept = []
+    for row in sorted(map(tuple, costs.tolist())):
+        if not kept or row[1] < kept[-1][1]:
+            kept.append(row)
+    return kept
+
+
+def test_unique_rows_treats_both_zeros_as_equal():
+    assert len(unique_rows(np.array([[0.0, 1.0], [-0.0, 1.0], [1.0, 0.0]]))) == 2

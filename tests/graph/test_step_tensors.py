@@ -1,0 +1,196 @@
+"""The tensors of a step: who makes them, how long they live; the memory of blocks is a function of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_topt.graph.blocks import choose_blocks
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.op_graph import Block, OpGraph, Step, StepTensor
+from tests.graph.test_capture import MODEL_IDS, MODELS
+from tests.models import GPT, MLP, Branching, ConvNet, batch_for
+
+every_model = pytest.mark.parametrize("module", MODELS, ids=MODEL_IDS)
+
+
+def brute_force(step: Step, blocks: set[str], batch_size: float) -> list[tuple[str, float, float, float, float]]:
+    """Block and bytes (kept, output, forward peak, backward peak) of each segment, position by position."""
+    owner, calls = {}, {}
+    for number, call in enumerate(step.calls):
+        if call.module in blocks and all(position not in owner for position in range(call.first, call.end)):
+            owner |= dict.fromkeys(range(call.first, call.end), number)
+            calls[number] = call
+    rows: list[list[int]] = []  # positions of each segment
+    for position in range(step.backward_start):
+        if not position or owner.get(position) != owner.get(position - 1):
+            rows.append([])
+        rows[-1].append(position)
+
+    def size(tensor: StepTensor) -> float:
+        return round(tensor.bytes.at(batch_size))
+
+    def live(position: int) -> float:
+        inside = sum(amount.at(batch_size) for p, amount in step.workspaces if p == position)
+        own = (t for t in step.tensors if t.first <= position < t.end and t.gradient_of is None)
+        return inside + sum(map(size, own))
+
+    def kept(positions: list[int]) -> float:
+        return sum(size(t) for t in step.tensors if t.first in positions and step.is_kept(t))
+
+    segment_of_op = {step.order[p]: index for index, positions in enumerate(rows) for p in positions}
+    backward: dict[int, float] = {}
+    current = len(rows) - 1
+    for position in range(step.backward_start, len(step.order)):
+        current = segment_of_op.get(step.order[position], current)
+        backward[current] = max(backward.get(current, 0), live(position))
+    found, before = [], 0.0
+    for index, positions in enumerate(rows):
+        own = output = kept(positions)
+        if call := calls.get(owner.get(positions[0], -1)):
+            made = [step.tensors[i] for i in call.outputs]
+            given = [step.tensors[i] for i in call.inputs]
+            output = sum(size(t) for t in made if step.is_kept(t) and t.first >= call.first)
+            output += sum(size(t) for t in given if not step.is_kept(t))
+        peak = max(map(live, positions)) - before
+        last = backward[index] - before - own if index in backward else 0.0
+        found.append((call.module if call else "", own, output, peak, last))
+        before += own
+    return found
+
+
+@every_model
+def test_the_timeline_is_that_of_the_tensors(module: Any) -> None:
+    graph = capture(module, batch_for(module))
+    others = [[], [m.path for m in graph.step.modules if "." not in m.path], [b.name for b in graph.blocks]]
+    for names in others:
+        blocks = [Block("", 0, False), *(Block(name, 1, False) for name in names if name)]
+        timeline = graph.with_blocks(blocks).timeline
+        for size in graph.step.batch_sizes:
+            expected = brute_force(graph.step, set(names) - {""}, size)
+            kinds = ("kept", "output", "forward_peak", "backward_peak")
+            assert [(s.block, *(getattr(s, f"{k}_bytes").at(size) for k in kinds)) for s in timeline] == expected
+
+
+def test_tensors_of_a_linear_layer() -> None:
+    graph = capture(MLP((16, 64, 32, 8)), torch.zeros(4, 16))
+    by_producer = {t.producer: t for t in graph.step.tensors if t.first < graph.step.backward_start}
+    hidden = by_producer["net.1"]  # the output of ReLU, which ReLU saves first and the next layer too
+    assert (hidden.spec.shape, hidden.spec.batch_dim, hidden.bytes.at(5)) == ((4, 64), 0, 5 * 64 * 4)
+    assert hidden.saved_by == "net.1" and graph.step.is_kept(hidden)
+    assert by_producer["net.0"].saved_by is None and not graph.step.is_kept(by_producer["net.0"])
+    gradients = {t.gradient_of: t for t in graph.step.tensors if t.gradient_of}
+    assert {*gradients} == {p.name for p in graph.parameters}
+    weight = gradients["net.2.weight"]
+    assert weight.spec.shape == (32, 64) and weight.spec.batch_dim is None and weight.producer == "net.2"
+    assert weight.first >= graph.step.backward_start and weight.end == len(graph.step.order) + 1
+
+
+@every_model
+def test_saved_tensors_are_the_saved_bytes_of_operators(module: Any) -> None:
+    graph = capture(module, batch_for(module))
+    saved = dict.fromkeys([op.name for op in graph.ops], 0.0)
+    for tensor in graph.step.tensors:
+        if tensor.saved_by:
+            saved[tensor.saved_by] += tensor.bytes.at(4)
+    assert saved == {op.name: op.saved_bytes.at(4) for op in graph.ops}
+
+
+def test_positions_are_those_of_operators() -> None:
+    graph = capture(GPT(3), batch_for(GPT(3)))
+    names = [graph.ops[index].name for index in graph.step.order]
+    call = next(call for call in graph.step.calls if call.module == "blocks.1")
+    assert all(name.startswith("blocks.1") for name in names[call.first : call.end])
+    assert [graph.step.tensors[i].producer for i in call.inputs] == ["blocks.0:add_2"]
+    assert [graph.step.tensors[i].producer for i in call.outputs] == ["blocks.1:add_2"]
+    structures = {m.path: m.structure for m in graph.step.modules}
+    assert structures["blocks.0"] == structures["blocks.2"] != structures["blocks.0.norm1"]
+    assert structures["blocks.0.norm1"] == structures["blocks.1.norm2"] == structures["norm"]
+    # Dropout is called twice by each block.
+    repeatable = {m.path for m in graph.step.modules if m.path.startswith("blocks.") and not m.path.endswith(".drop")}
+    assert {m.path for m in graph.step.modules if m.repeatable} == {"tokens", "positions", "norm", "head", *repeatable}
+
+
+# ---- blocks ---------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_chosen_after_the_capture() -> None:
+    graph = capture(GPT(4), batch_for(GPT(4)))
+    assert graph.blocks == choose_blocks(graph)
+    parts = graph.with_blocks(choose_blocks(graph, min_parameter_share=0.01))
+    whole = graph.with_blocks([Block("", 0, False)])
+    assert {op.block for op in whole.ops} == {p.block for p in whole.parameters} == {""}
+    assert [segment.block for segment in whole.timeline] == [""]
+    assert {"tokens", "head", "blocks.0"} < {block.name for block in parts.blocks}
+    inner = graph.with_blocks([Block("", 0, False), Block("blocks.1.up", 1, True)])
+    assert [op.name for op in inner.ops if op.block] == ["blocks.1.up"]
+    assert [p.name for p in inner.parameters if p.block] == ["blocks.1.up.weight", "blocks.1.up.bias"]
+    assert whole.with_blocks(graph.blocks) == graph
+    with pytest.raises(ValueError, match=r"'nothing' is not a module of GPT"):
+        graph.with_blocks([Block("", 0, False), Block("nothing", 1, True)])
+
+
+def test_modules_that_keep_state_are_not_repeatable_and_what_is_beside_them_is() -> None:
+    class Counts(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x)
+
+    class Outer(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[1].register_forward_hook(lambda *args: None)
+            self.net[3].counted = 0
+            self.net[3].forward = self.count
+
+        def count(self, x: Tensor) -> Tensor:
+            self.net[3].counted += 1
+            return x.relu()
+
+    graph = capture(Outer(), batch_for(Outer()))
+    found = {m.path: m.repeatable for m in graph.step.modules}
+    assert found == {"net": False, "net.0": True, "net.1": True, "net.2": True, "net.3": False, "net.4": True}
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_contradicts_is_refused() -> None:
+    graph = capture(MLP(), batch_for(MLP()))
+    tensor = graph.step.tensors[0]
+    for wrong in (
+        dataclasses.replace(tensor, producer="nobody"),
+        dataclasses.replace(tensor, saved_by="nobody"),
+        dataclasses.replace(tensor, end=len(graph.step.order) + 2),
+    ):
+        with pytest.raises(ValueError, match="StepTensor"):
+            dataclasses.replace(graph, step=dataclasses.replace(graph.step, tensors=(wrong,), calls=()))
+    call = dataclasses.replace(graph.step.calls[0], outputs=(10**6,))
+    with pytest.raises(ValueError, match="a tensor that does not exist"):
+        dataclasses.replace(graph, step=dataclasses.replace(graph.step, calls=(call,)))
+    with pytest.raises(ValueError, match="an operator that does not exist"):
+        dataclasses.replace(graph, step=dataclasses.replace(graph.step, order=(10**6,)))
+
+
+def test_other_versions_are_refused() -> None:
+    text = capture(MLP(), batch_for(MLP())).to_json()
+    old = json.dumps({**json.loads(text), "version": 1})
+    with pytest.raises(ValueError, match=r"not written by version 2.*capture it again"):
+        OpGraph.from_json(old)
+
+
+def test_the_graph_of_a_deep_model_is_small() -> None:
+    module = GPT(layers=48)
+    graph = capture(module, batch_for(module))
+    assert len(pickle.dumps(graph)) < 1.5e6 and len(graph.to_json()) < 1.5e6
+    assert OpGraph.from_json(graph.to_json()) == graph == pickle.loads(pickle.dumps(graph))
+
+
+def test_a_batch_norm_writes_outside() -> None:
+    graph = capture(ConvNet(), batch_for(ConvNet()))
+    assert {call.module for call in graph.step.calls if call.writes_outside} >= {"norm1", "norm2"}

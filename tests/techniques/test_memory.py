@@ -1,0 +1,296 @@
+"""The sums of lifetimes against a simulation that allocates and frees one buffer after another."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from lightning_topt.costs.lifetimes import Phases
+from lightning_topt.costs.segments import blocks_reduced_last, locate
+from lightning_topt.costs.sizes import gradient_bytes, padded_bytes, parameter_bytes, shard_bytes, shard_share
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import Amount, Block, Op, Parameter, Segment, TensorEdge, TensorSpec
+from lightning_topt.optim.assignment import Share, assign_pieces
+from lightning_topt.techniques.explain import Explanation, explain
+from lightning_topt.techniques.plan_costs import PlanCosts
+from tests.costs.graphs import cluster_of, graph_of, profile_of, random_graph
+
+BATCH = 3
+
+
+class Memory:
+    def __init__(self):
+        self.live, self.peak = Counter(), 0.0
+
+    def alloc(self, name, size):
+        self.live[name] += size
+        self.peak = max(self.peak, sum(self.live.values()))
+
+    def free(self, *names):
+        for name in names:
+            del self.live[name]
+
+    def spike(self, size):
+        self.alloc("spike", size)
+        self.free("spike")
+
+
+def held(segment, recompute):
+    return (segment.output_bytes if recompute else segment.kept_bytes).at(BATCH)
+
+
+def backward_spike(segment, recompute):
+    own = segment.kept_bytes.at(BATCH) + segment.backward_peak_bytes.at(BATCH)
+    return max(own, segment.output_bytes.at(BATCH) + segment.forward_peak_bytes.at(BATCH)) if recompute else own
+
+
+def simulate_replicated(graph, profile, configs, world_size, rank):
+    memory, spans = Memory(), locate(graph).of_parameter
+    level_1 = [p for p in graph.parameters if configs[p.block].storage.level == 1]
+    trained = [p for p in level_1 if p.trainable]
+    shares = [Share(i, 1, p.numel, float(p.numel), splittable=False) for i, p in enumerate(trained)]
+    owners = {trained[piece.index].name: piece.owner for piece in assign_pieces(shares, world_size=world_size)}
+    memory.alloc("buffers", graph.buffer_bytes + graph.input_bytes.at(BATCH))
+    for p in graph.parameters:
+        memory.alloc("parameters", parameter_bytes(p))
+        memory.alloc("buckets", gradient_bytes(p))
+        if profile.elementwise and p in level_1:
+            memory.alloc("state", profile.state_bytes(p.name) / world_size)
+        elif owners.get(p.name, rank) == rank:
+            memory.alloc("state", profile.state_bytes(p.name))
+    memory.spike(sum(gradient_bytes(p) for p in graph.parameters))  # DDP makes new buckets before it drops the old
+    for k, segment in enumerate(graph.timeline):
+        memory.spike(segment.forward_peak_bytes.at(BATCH))
+        memory.alloc(("kept", k), held(segment, configs[segment.block].recompute))
+    for k, segment in reversed([*enumerate(graph.timeline)]):
+        memory.free(("kept", k))
+        memory.alloc("backward", backward_spike(segment, configs[segment.block].recompute))
+        for p in graph.parameters:
+            if spans[p.name][1] == k != spans[p.name][0]:
+                memory.alloc(("first part", p.name), gradient_bytes(p))
+        memory.spike(max([gradient_bytes(p) for p in graph.parameters if spans[p.name][0] == k], default=0))
+        for p in graph.parameters:
+            if spans[p.name][0] == k != spans[p.name][1]:
+                memory.free(("first part", p.name))
+        memory.free("backward")
+    memory.spike(max((u.temporary_bytes for u in profile.updates.values()), default=0))
+    return memory.peak
+
+
+class Fsdp:
+    """One step of FSDP2 as its source reads: gathers, prefetches, reductions, each buffer by itself."""
+
+    def __init__(self, graph, profile, configs, world_size, backend):
+        self.graph, self.profile, self.size, self.memory = graph, profile, world_size, Memory()
+        self.levels = {name: config.storage.level for name, config in configs.items()}
+        self.recompute = {name: config.recompute for name, config in configs.items()}
+        self.spans, self.backend = locate(graph).of_parameter, backend
+        self.order = list(dict.fromkeys(s.block for s in graph.timeline if s.block and graph.block_parameters(s.block)))
+        self.last_flat = self.reducing = None
+
+    def flat(self, block, trainable=False):
+        return sum(
+            padded_bytes(p, self.size) for p in self.graph.block_parameters(block) if p.trainable or not trainable
+        )
+
+    def whole(self, block):
+        return sum(map(parameter_bytes, self.graph.block_parameters(block)))
+
+    def gather_forward(self, block):
+        self.memory.alloc(("flat", block), self.flat(block))
+        self.memory.alloc(("whole", block), self.whole(block))
+        if self.last_flat is not None:
+            self.memory.free(("flat", self.last_flat))  # a local variable of `wait_for_unshard` holds it until here
+        self.last_flat = block
+
+    def prefetch(self, block):
+        if self.levels[block] == 3 and ("flat", block) not in self.memory.live:
+            self.memory.alloc(("flat", block), self.flat(block))
+
+    def pre_backward(self, block):
+        if self.levels[block] == 3:
+            self.prefetch(block)
+            self.memory.alloc(("whole", block), self.whole(block))
+            self.memory.free(("flat", block))
+        index = self.order.index(block)
+        if index:
+            self.prefetch(self.order[index - 1])
+
+    def reduce(self, block):
+        self.memory.free(("whole", block))
+        if self.reducing is not None:
+            self.memory.free(("reducing", self.reducing))
+            self.reducing = None
+        trainable = [p for p in self.graph.block_parameters(block) if p.trainable]
+        flat = self.flat(block, trainable=True)
+        self.memory.alloc(("reducing", block), flat)
+        self.reducing = block
+        self.memory.free(*(("gradient", p.name) for p in trainable))
+        self.memory.alloc("gradient shards", sum(shard_bytes(p, self.size) for p in trainable))
+        self.memory.spike(3 * flat if self.backend == "gloo" else 0)
+
+    def run(self):
+        memory, graph = self.memory, self.graph
+        memory.alloc("buffers", graph.buffer_bytes + graph.input_bytes.at(BATCH))
+        for p in graph.parameters:
+            share = shard_share(p, self.size)
+            memory.alloc("shards", shard_bytes(p, self.size) + self.profile.state_bytes(p.name) * share)
+            memory.alloc("old gradients", shard_bytes(p, self.size) if p.trainable else 0)
+        self.gather_forward("")
+        for k, segment in enumerate(graph.timeline):
+            if segment.block in self.order:
+                self.gather_forward(segment.block)
+            memory.spike(segment.forward_peak_bytes.at(BATCH))
+            memory.alloc(("kept", k), held(segment, self.recompute[segment.block]))
+            if segment.block in self.order and self.levels[segment.block] == 3:
+                memory.free(("whole", segment.block))
+        memory.free(("flat", self.last_flat), "old gradients")
+        if self.order:
+            self.prefetch(self.order[-1])
+        for k, segment in reversed([*enumerate(graph.timeline)]):
+            self.backward(k, segment)
+        self.reduce("")
+        memory.free(("reducing", ""))
+        shares = {p.name: shard_share(p, self.size) for p in graph.parameters}
+        memory.spike(max((u.temporary_bytes * shares[n] for n, u in self.profile.updates.items()), default=0))
+        return memory.peak
+
+    def backward(self, k, segment):
+        if segment.block in self.order:
+            self.pre_backward(segment.block)
+        self.memory.free(("kept", k))
+        second = 0
+        for p in self.graph.parameters:
+            first, last = self.spans[p.name]
+            if last == k:
+                self.memory.alloc(("gradient", p.name), gradient_bytes(p))
+            second += gradient_bytes(p) if first == k < last else 0
+        self.memory.spike(backward_spike(segment, self.recompute[segment.block]) + second)
+        if segment.block in self.order:
+            self.reduce(segment.block)
+
+
+def costs_of(graph, profile, world_size, backend="nccl"):
+    return PlanCosts(
+        TrainingStep(graph, cluster_of(world_size, backend=backend), profile, data_mesh(world_size), BATCH)
+    )
+
+
+def random_plan(graph, profile, levels, world_size, rng):
+    costs = costs_of(graph, profile, world_size)
+    legal = {b.name: [c for c in costs.configs(b) if c.storage.level in levels] for b in graph.blocks}
+    return {name: rng.choice(configs) for name, configs in legal.items()}
+
+
+def explained(graph, profile, configs, world_size, backend="nccl") -> Explanation:
+    costs = costs_of(graph, profile, world_size, backend)
+    result = explain(costs, configs)
+    assert costs.memory(configs).max() == pytest.approx(result.peak_bytes)
+    return result
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_replicated_peak_is_that_of_a_simulated_step(seed):
+    rng = random.Random(seed)
+    graph, world_size = random_graph(seed, num_blocks=rng.randint(1, 4)), rng.randint(1, 4)
+    profile = profile_of(graph, elementwise=seed % 2 == 0)
+    configs = random_plan(graph, profile, (0, 1), world_size, rng)
+    peaks = [simulate_replicated(graph, profile, configs, world_size, rank) for rank in range(world_size)]
+    assert explained(graph, profile, configs, world_size).peak_bytes == pytest.approx(max(peaks), abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_sharded_peak_is_that_of_a_simulated_step(seed):
+    rng = random.Random(seed)
+    graph, world_size = random_graph(seed, num_blocks=rng.randint(1, 4)), rng.randint(2, 4)
+    backend, profile = rng.choice(["nccl", "gloo"]), profile_of(graph)
+    configs = random_plan(graph, profile, (2, 3), world_size, rng)
+    simulated = Fsdp(graph, profile, configs, world_size, backend).run()
+    result = explained(graph, profile, configs, world_size, backend)
+    reserve = result.peak_parts.get("reserve", 0.0)
+    assert (reserve > 0) == (backend == "gloo")
+    assert result.peak_bytes - reserve == pytest.approx(simulated, abs=1e-6)
+
+
+def test_hand_made_numbers():
+    """Two blocks of a 4 x 4 float32 matrix each; activations 100 and 200 bytes kept, 10 of output."""
+    parameters = tuple(Parameter(f"{b}.w", (4, 4), "float32", b) for b in "ab")
+    ops = tuple(Op(b, "Linear", b, b, (f"{b}.w",), (), (), (), Amount()) for b in "ab")
+    timeline = tuple(
+        Segment(b, Amount(kept), Amount(10), Amount(kept), Amount(5)) for b, kept in (("a", 100.0), ("b", 200.0))
+    )
+    graph = graph_of("M", 1, ops, (), parameters, (Block("a", 0, True), Block("b", 0, True)), timeline, 0, Amount())
+    profile = profile_of(graph)
+
+    def peak(level, recompute=False, world_size=2):
+        configs = {b: OpConfig.zero(level, recompute=recompute) for b in "ab"}
+        return explained(graph, profile, configs, world_size)
+
+    whole = 2 * (64 + 64 + 132)  # parameters, gradients, Adam's state
+    assert (
+        peak(0).peak_bytes == whole + 100 + 200 + 5 + 64
+    )  # in the backward of b, whose gradient is not in a bucket yet
+    assert peak(0).peak_phase == "backward 1"
+    assert peak(0, recompute=True).peak_bytes == whole + 10 + (10 + 200) + 64  # b runs its forward again
+    assert peak(1).peak_bytes == whole - 132 + 100 + 200 + 5 + 64
+    shards = 2 * (32 + 66)
+    # backward of b: its whole parameter and gradient; the flat buffer of a, gathered ahead
+    assert peak(3).peak_bytes == shards + 100 + 200 + 5 + 64 + 64 + 64
+    # forward of b: both whole parameters, b's flat buffer, and the shards of the last step's gradients
+    assert peak(2).peak_bytes == shards + 100 + 200 + 2 * 64 + 64 + 2 * 32
+    assert peak(2).peak_phase == "forward 1"
+
+
+def test_phases_are_complete_and_parts_add_up():
+    graph = random_graph(5)
+    profile, phases = profile_of(graph), Phases(len(graph.timeline))
+    assert len(set(phases.order)) == len(phases.order) == 6 * len(graph.timeline) + 4
+    result = explained(graph, profile, random_plan(graph, profile, (0, 1, 2, 3), 2, random.Random(0)), 2)
+    assert sum(result.peak_parts.values()) == pytest.approx(result.peak_bytes)
+    assert max(result.phases.values()) == result.phases[result.peak_phase] == result.peak_bytes
+
+
+def test_parameters_used_in_two_segments_are_located():
+    ops = tuple(
+        Op(f"o{i}", "X", "", b, names, (), (), (), Amount())
+        for i, (b, names) in enumerate([("", ("e",)), ("a", ("w",)), ("", ("e",)), ("b", ()), ("", ("e2",))])
+    )
+    names = ["", "a", "", "b", ""]
+    timeline = tuple(Segment(b, Amount(), Amount(), Amount(), Amount()) for b in names)
+    parameters = (
+        Parameter("e", (2,), "float32", "", aliases=("e2",)),
+        Parameter("w", (2,), "float32", "a"),
+        Parameter("unused", (1,), "float32", "b"),
+    )
+    graph = graph_of(
+        "M", 1, ops, (), parameters, tuple(Block(b, 0, False) for b in ("", "a", "b")), timeline, 0, Amount()
+    )
+    segments = locate(graph)
+    assert segments.of_op == {"o0": 0, "o1": 1, "o2": 2, "o3": 3, "o4": 4}
+    assert segments.of_parameter == {"e": (0, 4), "w": (1, 1), "unused": (3, 3)}
+    assert segments.of_block == {"": (0, 4), "a": (1, 1), "b": (3, 3)}
+
+
+def test_a_block_whose_inputs_need_no_gradient_is_reduced_last():
+    """An embedding of the batch: FSDP2 cannot see when its backward is over."""
+    parameters = tuple(Parameter(f"{b}.w", (4, 4), "float32", b) for b in "ab")
+    ops = tuple(Op(b, "Linear", b, b, (f"{b}.w",), (), (), (), Amount()) for b in "ab")
+    timeline = tuple(Segment(b, Amount(), Amount(), Amount(), Amount()) for b in "ab")
+    blocks = (Block("", 0, False), Block("a", 0, True), Block("b", 0, True))
+    edges = (TensorEdge("a", "b", TensorSpec((2, 4), "float32")),)
+    known = graph_of("M", 1, ops, edges, parameters, blocks, timeline, 0, Amount())
+    assert blocks_reduced_last(known) == {"a"}
+    configs = {"": OpConfig.zero(2), "a": OpConfig.zero(3), "b": OpConfig.zero(3)}
+    late = explained(known, profile_of(known), configs, 2).phases
+    early = explained(replace(known, edges=()), profile_of(known), configs, 2).phases
+    # The whole parameter and gradient of a (64 bytes each) instead of its shard of the gradient.
+    shards = 2 * (32 + 66) + 32
+    assert late["reduce_last"] == shards + 64 + 64
+    assert late["reduce_last"] > early["reduce_last"]
+    integers = (TensorEdge("a", "b", TensorSpec((2, 4), "int64")),)
+    assert blocks_reduced_last(replace(known, edges=integers)) == {"a", "b"}

@@ -1,0 +1,126 @@
+"""What the registry says that can be run: a placement has at most one technique, and one without is refused."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
+from lightning_topt.graph.op_config import OpConfig, Partial, Replicate, Shard, Storage
+from lightning_topt.plan.presets import PRESETS
+from lightning_topt.techniques.block_parameters import block_of, check_tied, parameters_by_block
+from lightning_topt.techniques.registry import TECHNIQUES, check_runs, technique_of
+
+FLAT, HYBRID = data_mesh(4), hybrid_mesh(2, 2)
+MESHES = {"flat": FLAT, "hybrid": HYBRID}
+OF_PRESETS = {
+    "ddp": "data parallelism",
+    "zero1": "sharded optimizer state",
+    "zero2": "full sharding",
+    "zero3": "full sharding",
+    "hybrid_zero2": "hybrid sharding",
+    "hybrid": "hybrid sharding",
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_have_a_technique(preset: str) -> None:
+    assert technique_of(OpConfig(PRESETS[preset].storage(HYBRID)), HYBRID).name == OF_PRESETS[preset]
+    on_one_axis = OF_PRESETS[preset].replace("hybrid", "full")  # the last axis is the only one
+    assert technique_of(OpConfig(PRESETS[preset].storage(FLAT)), FLAT).name == on_one_axis
+
+
+def test_no_placement_has_two_techniques_and_what_has_none_is_refused() -> None:
+    placements = [*itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2)]
+    run = set()
+    for storage in itertools.product(placements, repeat=3):
+        try:
+            config = OpConfig(Storage(*storage))
+        except ValueError:
+            continue
+        claims = [technique for technique in TECHNIQUES if "storage" in technique.claims(config, HYBRID)]
+        assert len(claims) <= 1
+        if claims:
+            run.add(config.storage)
+        else:
+            with pytest.raises(ValueError, match="no technique of this release keeps parameters="):
+                technique_of(config, HYBRID)
+    assert run == {preset.storage(HYBRID) for preset in PRESETS.values()}
+
+
+PLAIN = OpConfig.zero(0)
+TENSOR = Mesh((Axis("data", 2), Axis("tensor", 2)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "configs", "exchange", "reason"),
+    [
+        (FLAT, {"": OpConfig.zero(0, recompute=True)}, None, "cannot be recomputed"),
+        (
+            HYBRID,
+            {"": OpConfig.zero(0, axes=2), "a": OpConfig.zero(1, axes=2, over=[1])},
+            None,
+            "block 'a': no technique",
+        ),
+        (HYBRID, {"": OpConfig.zero(3, axes=2, over=[0])}, None, "on the mesh data_replicate 2 x data_shard 2"),
+        (TENSOR, {"": OpConfig.zero(0, axes=2)}, None, "on the mesh data 2 x tensor 2"),
+        (FLAT, {"": replace(PLAIN, outputs=((Partial(),),))}, None, "takes care of its outputs"),
+        (FLAT, {"": OpConfig.zero(3), "a": OpConfig.zero(2)}, ExchangeOptions(method="bf16"), "needs whole gradients"),
+        (data_mesh(1), {"": PLAIN}, ExchangeOptions(method="bf16"), "a single rank exchanges nothing"),
+    ],
+)
+def test_what_nothing_runs_is_refused(
+    mesh: Mesh, configs: dict[str, OpConfig], exchange: ExchangeOptions | None, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        check_runs(mesh, configs, exchange)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mix_of_presets_runs(mesh: str) -> None:
+    every = {name: OpConfig(preset.storage(MESHES[mesh]), recompute=True) for name, preset in PRESETS.items()}
+    for preset in PRESETS.values():
+        check_runs(MESHES[mesh], {**every, "": OpConfig(preset.storage(MESHES[mesh]))})
+    check_runs(
+        MESHES[mesh], {**every, "": every["ddp"].__class__(every["zero3"].storage)}, ExchangeOptions(method="bf16")
+    )
+
+
+# ---- blocks of a module ---------------------------------------------------------------------------------------------
+
+
+def tied() -> nn.Module:
+    module = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3), "loose": nn.Linear(3, 3, bias=False)})
+    module["second"].weight = module["first"].weight
+    return module
+
+
+def test_parameters_belong_to_the_block_of_their_first_name() -> None:
+    module = tied()
+    found = parameters_by_block(module, ["first", ""])
+    assert list(found["first"]) == ["first.weight", "first.bias", "second.weight"]
+    assert list(found[""]) == ["second.bias", "loose.weight"]
+    assert found["first"]["second.weight"] is module["first"].weight
+    assert block_of("first.deep.weight", ["first", ""]) == "first" and block_of("firstly.weight", ["first", ""]) == ""
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_tied_parameters_of_two_blocks(level: int) -> None:
+    for other in (level, 0):
+        configs = {"first": OpConfig.zero(level), "second": OpConfig.zero(other), "": OpConfig.zero(0)}
+        parameters = parameters_by_block(tied(), configs)
+        if level < 2:
+            check_tied(parameters, configs)
+        else:
+            with pytest.raises(ValueError, match=r"'second.weight' of block 'second' is tied to one of block 'first'"):
+                check_tied(parameters, configs)
+    inside = {"first": OpConfig.zero(0), "": OpConfig.zero(3)}
+    with pytest.raises(ValueError, match=r"'second.weight' of block ''"):
+        check_tied(parameters_by_block(tied(), inside), inside)
+    alone = torch.nn.Sequential(nn.Linear(2, 2))
+    check_tied(parameters_by_block(alone, ["0", ""]), {"0": OpConfig.zero(3), "": OpConfig.zero(3)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.page_faults import kernels_bytes
 from lightning_topt.costs.segments import Segments, blocks_reduced_last, locate
 from lightning_topt.costs.sizes import ROOT
+from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
 
@@ -99,7 +100,7 @@ class TrainingStep:
         blocks = {block.name for block in self.graph.blocks}
         shared: set[str] = set()
         for parameter in self.graph.parameters:
-            users = {parameter.block, *(_block_of(alias, blocks) for alias in parameter.aliases)}
+            users = {parameter.block, *(block_of(alias, blocks) for alias in parameter.aliases)}
             shared |= users if len(users) > 1 else set()
         return frozenset(shared)
 
@@ -203,8 +204,3 @@ def _signature(step: TrainingStep, block: str) -> Hashable:
     seconds = tuple(round(float(direction[first]), 9) for direction in step.compute[block])
     work = step.exchange_model.work[block] if step.exchange_model is not None else None
     return parameters, at_end, segment, seconds, work, block in step.reduced_last
-
-
-def _block_of(parameter: str, blocks: Container[str]) -> str:
-    parts = parameter.split(".")
-    return next((name for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in blocks), ROOT)

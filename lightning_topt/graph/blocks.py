@@ -21,7 +21,7 @@ the same arguments did the same ([Note: second calls] in `second_calls`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from functools import cached_property
 
 from lightning_topt.graph.op_graph import Block, ModuleCall, OpGraph
@@ -155,3 +155,12 @@ class _Chooser:
 def may_repeat(call: ModuleCall) -> bool:
     """Return whether recomputing `call` makes sense and changes no tensor that is older."""
     return call.needs_grad and not call.writes_outside
+
+
+def block_of(parameter: str, blocks: Container[str]) -> str:
+    """Return the name of the block that the parameter of this name lies in; ``""`` for one in no named block."""
+    parts = parameter.split(".")
+    for end in range(len(parts), 0, -1):
+        if ".".join(parts[:end]) in blocks:
+            return ".".join(parts[:end])
+    return ""

@@ -2,7 +2,7 @@
 
 graph = capture(module, batch)
 optimizer = read_optimizer([torch.optim.AdamW(module.parameters())], named_parameters=module.named_parameters())
-frontier = search_plans(graph, cluster=cluster, optimizer=optimizer, device_counts=(1, 2), global_batch_size=16)
+frontier = search_plans(SearchRequest(graph, cluster, optimizer, device_counts=(1, 2), global_batch_size=16))
 choose(frontier.candidates, memory_limit=2**30).plan
 """
 
@@ -26,7 +26,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.chains import Chain, Choices, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
-from lightning_topt.techniques.explain import seconds_by_kind
+from lightning_topt.techniques.explain import compute_seconds, seconds_by_kind
 from lightning_topt.techniques.plan_costs import Configs, PlanCosts
 
 
@@ -98,8 +98,7 @@ def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
 def point_of(costs: PlanCosts, configs: Configs) -> PlanPoint:
     """Return the plan that gives each block its entry of `configs`, with what it is predicted to cost."""
     step, seconds, peak = costs.step, costs.seconds(configs), float(costs.memory(configs).max())
-    kinds = seconds_by_kind(costs, configs)
-    compute = sum(kinds[kind] for kind in ("forward", "backward", "recompute", "update"))
+    compute = compute_seconds(seconds_by_kind(costs, configs))
     plan = ParallelPlan.of_blocks(
         [BlockPlan(block.name, configs[block.name]) for block in step.graph.blocks],
         mesh=step.mesh,

@@ -21,6 +21,7 @@ from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.execution.memory_meter import release_free_memory
 from lightning_topt.execution.mesh import check_world_size
+from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.capture import capture, may_need_values
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
@@ -34,7 +35,6 @@ from lightning_topt.plugins.planning import Planning, optimizers_of
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
 from lightning_topt.plugins.read_options import UniformPlan
 from lightning_topt.plugins.whole_parameters import why_whole
-from lightning_topt.techniques.block_parameters import block_of
 
 _SEARCH_SECONDS = 3.0  # a fit waits for it
 

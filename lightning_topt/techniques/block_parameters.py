@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
+from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.op_config import OpConfig
 
 
@@ -52,12 +53,3 @@ def check_tied(parameters: Mapping[str, Mapping[str, nn.Parameter]], configs: Ma
                     "parameter in one block only: keep the gradients of both whole (ZeRO level 0 or 1), or leave block "
                     f"{second or first!r} out of the plan, so that both are part of the block ''"
                 )
-
-
-def block_of(parameter: str, blocks: Collection[str]) -> str:
-    """Return the name of the block that the parameter of this name lies in; ``""`` for one in no named block."""
-    parts = parameter.split(".")
-    for end in range(len(parts), 0, -1):
-        if ".".join(parts[:end]) in blocks:
-            return ".".join(parts[:end])
-    return ""

@@ -37,7 +37,7 @@ def explain(costs: PlanCosts, configs: Configs) -> Explanation:
     """
     costs.check(configs)
     seconds = seconds_by_kind(costs, configs)
-    compute = sum(seconds[kind] for kind in ("forward", "backward", "recompute", "update"))
+    compute = compute_seconds(seconds)
     step_seconds = costs.seconds(configs)
     order, parts = costs.step.phases.order, _memory_by_kind(costs, configs)
     total = np.sum([*parts.values()], axis=0)
@@ -52,6 +52,11 @@ def explain(costs: PlanCosts, configs: Configs) -> Explanation:
         peak_parts={kind: float(sizes[peak]) for kind, sizes in parts.items()},
         phases={_name(phase): float(size) for phase, size in zip(order, total, strict=True)},
     )
+
+
+def compute_seconds(seconds: Mapping[str, float]) -> float:
+    """Return those of `seconds_by_kind` that are computation."""
+    return sum(seconds[kind] for kind in ("forward", "backward", "recompute", "update"))
 
 
 def seconds_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, float]:

@@ -7,7 +7,7 @@ share of its state and update; what the busiest rank of a plan has above that is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -79,8 +79,8 @@ class OptimizerSharding(Technique):
 
     @override
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
-        states = {p.name: float(step.optimizer.state_bytes(p.name)) for p in step.graph.parameters}
-        yield step.phases.always("optimizer state", _excess(step, blocks, states))
+        states = _excess(step, blocks, lambda parameter: float(step.optimizer.state_bytes(parameter.name)))
+        yield step.phases.always("optimizer state", states)
 
     @override
     def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
@@ -94,7 +94,7 @@ class OptimizerSharding(Technique):
 
     @override
     def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
-        return _excess(step, blocks, {p.name: step.update_seconds(p) for p in step.graph.parameters})
+        return _excess(step, blocks, step.update_seconds)
 
     @override
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
@@ -119,8 +119,8 @@ def _share_step(optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int)
     return install_parallel_step(optimizer, pieces=assign_pieces(shares, world_size=ranks)) if shares else None
 
 
-def _excess(step: TrainingStep, blocks: Collection[str], loads: Mapping[str, float]) -> float:
-    """The largest sum of `loads` (by parameter name) over what one rank updates of `blocks`, above the average."""
+def _excess(step: TrainingStep, blocks: Collection[str], load: Callable[[Parameter], float]) -> float:
+    """The largest sum of the `load` of parameters over what one rank updates of `blocks`, above the average."""
     ranks = step.mesh.data_parallel_size
     if step.optimizer.elementwise:
         return 0.0  # cut to a row
@@ -129,5 +129,5 @@ def _excess(step: TrainingStep, blocks: Collection[str], loads: Mapping[str, flo
     shares = [Share(index, 1, p.numel, float(p.numel), splittable=False) for index, p in enumerate(trained)]
     totals = [0.0] * ranks
     for piece in assign_pieces(shares, world_size=ranks):
-        totals[piece.owner] += loads[trained[piece.index].name]
-    return max(totals) - sum(loads[p.name] for p in parameters) / ranks
+        totals[piece.owner] += load(trained[piece.index])
+    return max(totals) - sum(map(load, parameters)) / ranks

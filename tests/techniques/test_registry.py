@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Replicate, Shard, Storage
 from lightning_topt.plan.presets import PRESETS
-from lightning_topt.techniques.block_parameters import block_of, check_tied, parameters_by_block
+from lightning_topt.techniques.block_parameters import check_tied, parameters_by_block
 from lightning_topt.techniques.registry import TECHNIQUES, check_runs, technique_of
 
 FLAT, HYBRID = data_mesh(4), hybrid_mesh(2, 2)

@@ -5,11 +5,12 @@ on one network in the order in which they become ready, beside the backward of e
 
     step_seconds   when both are done:   computation takes  sum of seconds;  an exchange starts when its block's backward is
                    over and the one before it has finished; backward passes are the last part of computation, in reverse
-    peak_bytes     the largest of   sum of static  + kept of j < n + hump of n + late of j > n     for every n
-                                    sum of static  + kept of all                                   forward is over
-                                    sum of static  + late of all + update_bytes                    the optimizer step
+    peak_bytes     the largest of   sum of static  + held of j < n + forward_hump of n + late of j > n     forward of n
+                                    sum of static  + held of all                                           forward is over
+                                    sum of static  + kept of j < n + hump of n + late of j > n             backward of n
+                                    sum of static  + late of all + update_bytes                            the optimizer step
 
-`evaluate` says the same in arrays. The search folds blocks from the last to the first with four numbers (`search_chain`).
+`evaluate` says the same in arrays. The search folds blocks from the last to the first with five numbers (`search_chain`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 _COSTS = ("seconds", "backward", "exchange", "static", "kept", "late", "hump")
+_FORWARD = {"held": "kept", "forward_hump": "hump"}  # what they are where they are not given
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +38,13 @@ class BlockCosts:
         backward: the part of `seconds` during which exchanges of later blocks run: its backward.
         exchange: seconds of the network for its gradients, from when its backward is over.
         static: bytes that are there all the step.
-        kept: bytes from its forward to its backward.
-        late: bytes from the end of its backward to the end of the step, such as reduced gradients.
-        hump: peak bytes while it runs itself, forward or backward, above what is listed for it and other blocks.
+        kept: bytes while later blocks run backward.
+        late: bytes from the end of its backward to the end of the step, and in the next step until its forward: its gradients.
+        hump: peak bytes while it runs backward, above what is listed for it and other blocks.
         inputs: which layout of its input each configuration takes, an index into the edge before; None: each has its own.
         outputs: which layout of its output it leaves, an index into the edge behind.
+        held: bytes from its forward to the end of all forwards; None: as `kept`.
+        forward_hump: peak bytes while it runs forward, like `hump`; None: as `hump`.
     """
 
     configs: tuple[Any, ...]
@@ -53,22 +57,34 @@ class BlockCosts:
     hump: Array
     inputs: Indices | None = None
     outputs: Indices | None = None
+    held: Array | None = None
+    forward_hump: Array | None = None
 
     def __post_init__(self) -> None:
         if not self.configs:
             raise ValueError("a block has no configuration")
-        for name in (*_COSTS, "inputs", "outputs"):
+        for name in (*_COSTS, *_FORWARD, "inputs", "outputs"):
             value = getattr(self, name)
             if value is not None and value.shape != (len(self.configs),):
                 raise ValueError(f"{name} has shape {value.shape}, expected {(len(self.configs),)}")
-        for name in _COSTS:
-            value = getattr(self, name)
+        for name in (*_COSTS, *_FORWARD):
+            value = self.cost(name)
             if np.isnan(value).any() or np.isneginf(value).any():
                 raise ValueError(f"{name} holds NaN or minus infinity; forbid configurations with plus infinity")
             if name not in ("seconds", "static") and not (np.isfinite(value).all() and (value >= 0).all()):
                 raise ValueError(f"{name} must be finite and not negative")
         if (self.backward > self.seconds).any():
             raise ValueError("backward is a part of seconds and cannot be more")
+
+    def cost(self, name: str) -> Array:
+        """Return the costs (config,) of this name; of `held` and `forward_hump` what stands for them."""
+        given: Array | None = getattr(self, name)
+        return self.cost(_FORWARD[name]) if given is None else given
+
+    @property
+    def splits_forward(self) -> bool:
+        """Whether forward takes other bytes than backward."""
+        return self.held is not None or self.forward_hump is not None
 
     def layouts(self, side: str) -> Indices:
         """Return the layout (config,) on ``"inputs"`` or ``"outputs"``."""
@@ -133,8 +149,8 @@ class ChainTable:
         """(step_seconds, peak_bytes) (n,) of `plans` (n, block): indices of configurations."""
         shape = len(self.order), len(plans)
         chosen = {
-            name: np.array([getattr(self.block(n), name)[plans[:, n]] for n in range(shape[0])]).reshape(shape)
-            for name in _COSTS
+            name: np.array([self.block(n).cost(name)[plans[:, n]] for n in range(shape[0])]).reshape(shape)
+            for name in (*_COSTS, *_FORWARD)
         }
         seconds, static = chosen["seconds"].sum(axis=0), chosen["static"].sum(axis=0)
         for n, edge in enumerate(self.edges):
@@ -143,11 +159,14 @@ class ChainTable:
                 pairs = left[plans[:, n]], right[plans[:, n + 1]]
                 seconds, static = seconds + edge.seconds[pairs], static + edge.bytes[pairs]
         step = np.maximum(seconds, self._network_seconds(seconds, chosen["backward"], chosen["exchange"]))
-        peak = static + np.maximum(
+        moving = [
             self._moving_bytes(chosen["kept"], chosen["late"], chosen["hump"]),
-            np.maximum(chosen["kept"].sum(axis=0), chosen["late"].sum(axis=0) + self.update_bytes),
-        )
-        return step + self.fixed_seconds, peak + self.fixed_bytes
+            self._moving_bytes(chosen["held"], chosen["late"], chosen["forward_hump"]),
+            chosen["kept"].sum(axis=0),
+            chosen["held"].sum(axis=0),
+            chosen["late"].sum(axis=0) + self.update_bytes,
+        ]
+        return step + self.fixed_seconds, static + np.max(moving, axis=0) + self.fixed_bytes
 
     @staticmethod
     def _network_seconds(seconds: Array, backward: Array, exchange: Array) -> Array:

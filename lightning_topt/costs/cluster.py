@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve, CurveKey
 from lightning_topt.costs.plain_values import (
     check_plain,
+    dump_yaml,
     names,
     number,
     one_line,
@@ -148,7 +147,7 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write the cluster to a YAML file."""
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        Path(path).write_text(dump_yaml(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:

@@ -23,6 +23,7 @@ MAX_DEPTH = 12  # a plan has 3, a cluster 4
 MAX_TEXT = 2**14  # characters of one text
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
@@ -68,6 +69,12 @@ def parse_yaml(text: str) -> Any:
     except (yaml.YAMLError, LookupError, ArithmeticError, RecursionError, AttributeError, TypeError) as error:
         # PyYAML's constructors of tagged values (`!!int ''`) raise whatever Python does
         raise ValueError(f"not YAML: {one_line(error)}") from error
+
+
+def dump_yaml(data: Any) -> str:
+    """Return plain values as YAML text, entries in their order."""
+    text: str = yaml.dump(data, Dumper=_DUMPER, sort_keys=False)
+    return text
 
 
 def parse_json(text: str) -> Any:

@@ -19,13 +19,13 @@ from lightning_topt.frontier.columns import raises, reduce_columns
 from lightning_topt.frontier.frontier import Frontier, make_frontier
 from lightning_topt.frontier.layers import Layer, choices, without_dead_ends, without_dead_groups, without_dominated
 from lightning_topt.frontier.pareto import Array, Rows
+from lightning_topt.frontier.prices import Known, Prices
 from lightning_topt.frontier.relaxed import relax_table
 from lightning_topt.frontier.sweep import sweep
 from lightning_topt.frontier.table_layers import TableGraph, table_layers
 from lightning_topt.frontier.wide import Budget, search_wide
 
 _SMALL = 2**19  # work up to which NumPy alone is used
-_NO_RIVALS = np.zeros((0, 2))
 
 
 def search_frontier(
@@ -83,7 +83,7 @@ def search_chain(
 ) -> Frontier:
     """Return every Pareto-minimal plan of a chain of blocks, with `search_frontier`'s meaning and limits.
 
-    Partial plans have at most four columns whatever the number of blocks (`chain_layers`).
+    Partial plans have at most five columns whatever the number of blocks (`chain_layers`).
     """
     budget = make_budget(max_points, 1, max_seconds, max_bytes, epsilon)
     started = time.perf_counter()
@@ -108,21 +108,34 @@ def make_budget(max_points: int, max_branches: int, max_seconds: float, max_byte
     return Budget(max_points, max_branches, max_seconds, max_bytes, epsilon)
 
 
-def search_layers(layers: Sequence[Layer], budget: Budget, rivals: Array = _NO_RIVALS) -> tuple[Rows, float]:
-    """Return what the best plans choose in each layer (n, N), and the error bound; `rivals` as in `search_wide`."""
+def search_layers(layers: Sequence[Layer], budget: Budget) -> tuple[Rows, float]:
+    """Return what the best plans choose in each layer (n, N), and the error bound."""
     deadline = time.thread_time() + budget.max_seconds
-    layers = without_dead_ends(layers)
+    layers = reduce_layers(layers)
     if not all(len(layer.source) for layer in layers):
         return np.zeros((0, len(layers)), np.intp), 0.0
+    plans, error_bound = search_reduced(layers, budget, deadline=deadline)
+    return choices(layers, plans), error_bound
+
+
+def reduce_layers(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers without what no best plan needs; all are empty when there is no plan."""
+    layers = without_dead_ends(layers)
+    if not all(len(layer.source) for layer in layers):
+        return layers
     layers = without_dead_groups(without_dominated(layers))
-    layers = without_dominated(reduce_columns(layers))
+    return without_dominated(reduce_columns(layers))
+
+
+def search_reduced(
+    layers: Sequence[Layer], budget: Budget, *, deadline: float, priced: tuple[Prices, Known] | None = None
+) -> tuple[Rows, float]:
+    """Return the transitions of the best plans (n, N), and the error bound; `priced` as in `search_wide`."""
     lifts = raises(layers)
     swept = sweep(layers, lifts=lifts, work=min(_SMALL, budget.max_points)) if budget.epsilon == 0 else None
     if swept is not None:
-        plans, error_bound = swept[2], 0.0
-    else:
-        plans, error_bound = search_wide(layers, lifts=lifts, budget=budget, deadline=deadline, rivals=rivals)
-    return choices(layers, plans), error_bound
+        return swept[2], 0.0
+    return search_wide(layers, lifts=lifts, budget=budget, deadline=deadline, priced=priced)
 
 
 def _finish(

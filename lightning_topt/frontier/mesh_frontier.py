@@ -17,13 +17,13 @@ import numpy as np
 from lightning_topt.costs.chain_table import ChainTable
 from lightning_topt.frontier.chain_layers import chain_layers
 from lightning_topt.frontier.frontier import FrontierPoint
-from lightning_topt.frontier.frontier_search import block_names, make_budget, search_layers
-from lightning_topt.frontier.layers import Layer, choices, without_dead_ends, without_dominated
+from lightning_topt.frontier.frontier_search import block_names, make_budget, reduce_layers, search_reduced
+from lightning_topt.frontier.layers import Layer, choices
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
-from lightning_topt.frontier.prices import Known, Prices, make_prices
+from lightning_topt.frontier.prices import ELSEWHERE, Known, Prices, make_prices
 from lightning_topt.frontier.wide import Budget
 
-_STEPS = 8  # of the first prices of a mesh
+_STEPS = 16  # of the prices of a mesh
 _SMALL = 2**15  # numbers of all meshes up to which prices are not worth loading compiled code
 
 
@@ -50,13 +50,27 @@ class _Mesh:
     label: Any
     table: ChainTable
     layers: list[Layer]
-    prices: Prices | None = None
+    priced: tuple[Prices, Known] | None = None
 
     def gain(self, known: Array) -> float:
         """By how much its plans could beat the known ones."""
-        if self.prices is None or not len(known):
+        if self.priced is None or not len(known):
             return np.inf
-        return self.prices.gain(Known(known, np.zeros((len(known), 0), np.intp)))
+        return self.priced[0].gain(Known(known, np.zeros((len(known), 0), np.intp)))
+
+    def search(self, budget: Budget, known: Array) -> tuple[Rows, float]:
+        """Plans (n, block) that none of the known ones beats, and the error bound."""
+        priced = None
+        if self.priced is not None:
+            elsewhere = np.full((len(known), len(self.layers)), ELSEWHERE, np.int32)
+            priced = self.priced[0], self.priced[1].joined(known, elsewhere)
+        deadline = time.thread_time() + budget.max_seconds
+        plans, bound = search_reduced(self.layers, budget, deadline=deadline, priced=priced)
+        return self.configs(plans), bound
+
+    def configs(self, plans: Rows) -> Rows:
+        """The configuration of each block (n, block) in plans given as transitions (n, N)."""
+        return choices(self.layers, plans)[:, -2:0:-1]
 
 
 class _Union:
@@ -94,16 +108,15 @@ def search_meshes(
     union, meshes = _Union(), []
     for label, make in candidates:
         table = make()
-        layers = without_dead_ends(chain_layers(table))
+        layers = reduce_layers(chain_layers(table))
         if all(len(layer.source) for layer in layers):
             mesh = _Mesh(label, table, layers)
             union.add(mesh, _uniform(table))
             meshes.append(mesh)
     numbers = sum(layer.values.size for mesh in meshes for layer in mesh.layers)
     for mesh in meshes if len(meshes) > 1 and numbers > _SMALL else []:
-        mesh.layers = without_dominated(mesh.layers)
-        mesh.prices, known = make_prices(mesh.layers, steps=_STEPS)
-        union.add(mesh, choices(mesh.layers, known.plans)[:, -2:0:-1])
+        mesh.priced = make_prices(mesh.layers, steps=_STEPS)
+        union.add(mesh, mesh.configs(mesh.priced[1].plans))
     searched, error_bound = _search(meshes, union, budget, time.thread_time())
     points = []
     for (seconds, size), (mesh, plan) in zip(union.costs[::-1].tolist(), union.plans[::-1], strict=True):
@@ -125,9 +138,9 @@ def _search(meshes: Sequence[_Mesh], union: _Union, budget: Budget, started: flo
             continue
         searched.append(mesh.label)
         allowed = Budget(budget.max_points, 1, max(left, 1e-3), budget.max_bytes, budget.epsilon)
-        chosen, bound = search_layers(mesh.layers, allowed, union.costs)
+        plans, bound = mesh.search(allowed, union.costs)
         error_bound = max(error_bound, bound)
-        union.add(mesh, chosen[:, -2:0:-1])
+        union.add(mesh, plans)
     return searched, error_bound
 
 

@@ -50,12 +50,17 @@ class Budget:
 
 
 def search_wide(
-    layers: Sequence[Layer], *, lifts: Sequence[Array], budget: Budget, deadline: float, rivals: Array
+    layers: Sequence[Layer],
+    *,
+    lifts: Sequence[Array],
+    budget: Budget,
+    deadline: float,
+    priced: tuple[Prices, Known] | None = None,
 ) -> tuple[Rows, float]:
     """Return transitions (n, N) and the error bound of the best plans, see `Frontier`.
 
-    `lifts` are those of `columns.raises`; `deadline` is a time of `time.thread_time`. Every layer has transitions. Plans
-    that one of `rivals` (m, 2), (seconds, bytes) of plans found elsewhere, beats may be left out.
+    `lifts` are those of `columns.raises`; `deadline` is a time of `time.thread_time`. Every layer has transitions. With
+    `priced`, prices of these layers and known plans, also of other searches, plans that one of these beats are left out.
     """
     columns = max(2, *(layer.columns for layer in layers))
     per_state = 8 * len(layers) + 64 * columns  # back-pointers of all layers, columns of one
@@ -66,8 +71,7 @@ def search_wide(
             return _walk_through(Walk(side, None, cap=most, deadline=deadline)).plans, 0.0
         except GiveUpError:
             pass
-    prices, known = make_prices(layers)
-    known = known.joined(rivals, np.full((len(rivals), len(layers)), ELSEWHERE, np.int32))
+    prices, known = make_prices(layers) if priced is None else priced
     # Partial plans of two columns are cheap to hold, and whole plans may be so many that pairs are not.
     sides = side, make_way_back(layers) if columns > 2 else None
     missed, cap, last = prices.gain(known), _FIRST_CAP, False

@@ -5,6 +5,7 @@ flops       2 per multiply-add of matrix products, convolutions, attention; othe
 bytes       every tensor read and every tensor written, once                             roofline convention
 allocated   the storages of the results that are not those of arguments                  torch's allocators
 workspace   convolutions on CPU copy their arguments into oneDNN's blocked layouts       measured: at most that much
+allocated   results, and what convolutions copy again for each of their passes          measured: page faults
 saved       oneDNN's LSTM keeps a workspace for backward, of no size in shapes           measured, see `hidden_bytes`
 """
 
@@ -120,8 +121,10 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
     given: list[Tensor] = []
     freeze((args, tuple(kwargs.values())), given)
-    size, allocated = float(_bytes(func, given[:], out)), float(_allocated(given, out))
-    workspace = float(_workspace(func, args, given, out)) if _on_cpu(given) else 0.0
+    size, allocated, workspace = float(_bytes(func, given[:], out)), float(_allocated(given, out)), 0.0
+    if _on_cpu(given):
+        workspace = float(_workspace(func, args, given, out))
+        allocated += float(_copied_again(func, args, given, out))
     return Measured(str(func), encode_arguments(args, kwargs), flops, size, allocated, workspace)
 
 
@@ -149,6 +152,19 @@ def _workspace(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out
         copies = 4.0 * (w_input.numel() + w_hidden.numel())
         rest = 4.0 * math.prod(x.shape[:2]) * (5 * w_hidden.shape[1] + 2 * x.shape[2])  # what only backward touches
         return float(copies + rest if name.endswith("backward") else copies)
+    return 0.0
+
+
+def _copied_again(func: OpOverload, args: tuple[Any, ...], given: list[Tensor], out: Any) -> float:
+    """Bytes that a convolution takes and gives back before or after its `_workspace`: oneDNN copies all tensors for each pass.
+
+    Counted as page faults: forward is one pass, backward one for the input and one for the weight.
+    """
+    name = func._schema.name
+    if name == "aten::convolution":
+        return sum(_blocked(t) for t in _tensors(out) if not (args[6] or t.shape[1] % _CHANNEL_BLOCK))
+    if name == "aten::convolution_backward" and all(args[10][:2]):
+        return sum(_blocked(t) for t in given if t.ndim > 1)
     return 0.0
 
 

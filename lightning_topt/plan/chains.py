@@ -1,17 +1,18 @@
 """PlanCosts -> ChainTable: the blocks of a model as a chain, for one configuration of the block ``""`` around them.
 
-A block's bytes in each phase (see `costs.lifetimes`) become four numbers: what is there all the step, what from its forward to
-its backward, what before and after these, and the peak while it runs. What it has in phases of other blocks above these (a
-buffer that the next block still needs) is charged to the block that runs then, at the most that any configuration has. So the
-table is an upper bound of what blocks keep, and equal to it where they do not differ in that; plans that are found are
-evaluated by `PlanCosts` again.
+A block's bytes in each phase (see `costs.lifetimes`) become a few numbers: what is there all the step, what while later blocks
+run forward and while they run backward, what before and after these, and the peaks while it runs. What it has in phases of
+other blocks above these (a buffer that the next block still needs) is charged to the block that runs then, at the most that any
+configuration has. So the table is an upper bound of what blocks keep, and equal to it where they do not differ in that; plans
+that are found are evaluated by `PlanCosts` again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from lightning_topt.costs.lifetimes import BACKWARD, FORWARD, FORWARD_OVER, ONCE
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.frontier.mesh_frontier import search_meshes
 from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.techniques.plan_batch import PlanBatch, Rows
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.technique import Neighbours
 
@@ -30,18 +32,19 @@ from lightning_topt.techniques.technique import Neighbours
 class BlockBytes:
     """Bytes of a block under each of its configurations: (config,) each, and `own` (config, phase of its segment).
 
-    `beside` are the phases of others in which a configuration has more than static + kept between its passes, or than
-    static + late outside them, with the most that any has.
+    `beside` are the phases of others in which a configuration has more than static + held or static + kept between its passes,
+    or than static + late outside them, with the most that any has.
     """
 
     static: Array
+    held: Array
     kept: Array
     late: Array
     own: Array
     beside: Mapping[Phase, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choices:
     """Configurations that the blocks of a model may have beside one another; what chains of them share."""
 
@@ -129,31 +132,34 @@ class Choices:
         phases, configs = self.costs.step.phases, self.configs[block]
         size = np.array([self.costs.block_memory(block, c, self.neighbours(block, c)) for c in configs])
         segment = np.array([-1 if phase in ONCE else phase[1] for phase in phases.order])
-        forward = np.array([phase[0] in FORWARD for phase in phases.order])
-        once = segment == -1
-        between, own = (segment > home) | np.array([phase == FORWARD_OVER for phase in phases.order]), segment == home
-        outside = ~between & ~own
-        sides = [outside & ~once & forward, outside & ~once & ~forward]
+        forward = np.array([phase[0] in FORWARD or phase == FORWARD_OVER for phase in phases.order])
+        over = np.array([phase == FORWARD_OVER for phase in phases.order])
+        own, once = segment == home, (segment == -1) & ~over
+        later, outside = ((segment > home) & forward) | over, ~own & ~over & (segment <= home)
+        backward = (segment > home) & ~forward
         # New buckets are as large as all gradients: what blocks with whole gradients have beside one another then is exact.
-        listed = outside & once & ~(np.array([phase == REBUILD for phase in phases.order]) & self._whole)
+        listed = once & ~(np.array([phase == REBUILD for phase in phases.order]) & self._whole)
+        sides = [outside & ~once & forward, outside & ~once & ~forward]
         most = np.max([size[:, listed].max(axis=1), *(size[:, s].min(axis=1) for s in sides if s.any())], axis=0)
-        least = size[:, between].min(axis=1)
-        static = np.minimum(most, least)
-        kept, late = least - static, most - static
-        above = size - static[:, None] - np.where(between, kept[:, None], late[:, None])
-        above = np.where(own, 0.0, above).max(axis=0)
+        between = [
+            size[:, some].min(axis=1) if some.any() else np.full(len(configs), np.inf) for some in (later, backward)
+        ]
+        static = np.minimum(most, np.min(between, axis=0))
+        late, held, kept = most - static, *(np.where(np.isfinite(each), each - static, 0.0) for each in between)
+        listed_then = np.select([later, backward], [held[:, None], kept[:, None]], late[:, None])
+        above = np.where(own, 0.0, size - static[:, None] - listed_then).max(axis=0)
         beside = {phases.order[index]: float(above[index]) for index in np.flatnonzero(above >= 1)}
-        return BlockBytes(static, kept, late, size[:, own] - static[:, None], beside)
+        return BlockBytes(static, held, kept, late, size[:, own] - static[:, None], beside)
 
 
 def _moved(numbers: BlockBytes, by: int) -> BlockBytes:
     if by == 0:
         return numbers
     beside = {phase if phase in ONCE else (phase[0], phase[1] + by): size for phase, size in numbers.beside.items()}
-    return BlockBytes(numbers.static, numbers.kept, numbers.late, numbers.own, beside)
+    return replace(numbers, beside=beside)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """Plans that give the block ``""`` the configuration `root`, and every other block one of those of `choices`."""
 
@@ -165,12 +171,16 @@ class Chain:
         """The costs of its plans."""
         return self.choices.costs
 
-    def plan(self, row: Sequence[int]) -> dict[str, OpConfig]:
-        """Return the configurations of a plan: `row` (position,) holds indices into those of the block at each position."""
-        configs, positions = self.choices.configs, self.choices.positions
-        chosen = {block: configs[block][index] for block, index in zip(positions, row, strict=True) if block}
-        rest = {name: several[0] for name, several in configs.items() if name not in chosen}
-        return {**rest, **chosen, ROOT: self.root}
+    def batch(self, rows: Rows) -> PlanBatch:
+        """Return plans: `rows` (n, position) hold indices into the configurations of the block at each position."""
+        configs = {
+            name: (several[:1] if name != ROOT else [self.root]) for name, several in self.choices.configs.items()
+        }
+        configs |= {block: self.choices.configs[block] for block in self.choices.positions if block}
+        home = {block: k for k, block in enumerate(self.choices.positions) if block}
+        nowhere = np.zeros(len(rows), np.intp)
+        plans = np.stack([rows[:, home[name]] if name in home else nowhere for name in configs], axis=1)
+        return PlanBatch(self.costs, configs, plans)
 
     @cached_property
     def table(self) -> ChainTable:
@@ -183,12 +193,11 @@ class Chain:
         order = []
         for k in range(len(self.choices.positions)):
             columns = self._columns(k, beside[self.choices.own[k]])
-            index = distinct.setdefault(tuple(column.tobytes() for column in columns), len(blocks))
+            index = distinct.setdefault(tuple(column.tobytes() for column in columns.values()), len(blocks))
             if index == len(blocks):
                 block = self.choices.positions[k]
                 configs = tuple(self.choices.configs[block]) if block else (self.root,)
-                seconds, backward, exchange, static, kept, late, hump = columns
-                blocks.append(BlockCosts(configs, seconds, backward, exchange, static, kept, late, hump))
+                blocks.append(BlockCosts(configs, **columns))
             order.append(index)
         return ChainTable(
             tuple(blocks),
@@ -204,18 +213,22 @@ class Chain:
         together = self.costs.step.phases.add_up(self.costs.plan_lifetimes({**self.choices.most, ROOT: self.root}))
         return together + self.costs.block_memory(ROOT, self.root, self.choices.neighbours(ROOT, self.root))
 
-    def _columns(self, k: int, beside: Array) -> tuple[Array, ...]:
-        """The costs of the block at position `k`: seconds, backward, exchange, static, kept, late, hump (config,).
+    def _columns(self, k: int, beside: Array) -> dict[str, Any]:
+        """The costs of the block at position `k`, by their names in `BlockCosts` (config,).
 
         On grids, nanoseconds and bytes, on which those of equal blocks are equal.
         """
         root, numbers = self.costs.block_times(ROOT, self.root)[:, k : k + 1], self.choices.bytes.get(k)
+        own = beside[None] if numbers is None else numbers.own + beside
+        humps = np.maximum(np.stack([own[:, : len(FORWARD)].max(axis=1), own[:, len(FORWARD) :].max(axis=1)]), 0.0)
         if numbers is None:
-            zero = np.zeros(1)
-            return (*np.round(root, 9), zero, zero, zero, np.round(beside.max(keepdims=True)))
-        hump = np.maximum((numbers.own + beside).max(axis=1), 0.0)
-        sizes = (np.round(size) for size in (numbers.static, numbers.kept, numbers.late, hump))
-        return (*np.round(self.choices.times[k] + root, 9), *sizes)
+            times, listed = root, np.zeros((4, 1))
+        else:
+            times = self.choices.times[k] + root
+            listed = np.stack([numbers.static, numbers.kept, numbers.late, numbers.held])
+        seconds = zip(("seconds", "backward", "exchange"), np.round(times, 9), strict=True)
+        sizes = np.round(np.concatenate([listed, humps]))
+        return dict([*seconds, *zip(("static", "kept", "late", "held", "forward_hump", "hump"), sizes, strict=True)])
 
 
 NO_BOUND = 1e9  # where a search that was given up can state no relative error; files hold no infinities
@@ -223,9 +236,9 @@ NO_BOUND = 1e9  # where a search that was given up can state no relative error; 
 
 @dataclass(frozen=True)
 class FoundPlans:
-    """Plans on the frontier of several chains, each as a row of its chain; `error_bound` as in `Frontier`."""
+    """Plans on the frontier of several chains, and `error_bound` as in `Frontier`."""
 
-    plans: tuple[tuple[Chain, Sequence[int]], ...]
+    batches: tuple[PlanBatch, ...]
     error_bound: float
 
 
@@ -233,5 +246,8 @@ def search_chains(chains: Sequence[Chain], *, max_seconds: float) -> FoundPlans:
     """Return the plans that no plan of any of `chains` beats in both seconds and bytes, as far as `max_seconds` allow."""
     candidates = [(chain, lambda chain=chain: chain.table) for chain in chains]
     found = search_meshes(candidates, max_seconds=max_seconds)
-    plans = ((chain, [*point.choice.values()]) for chain, point in found.points)
-    return FoundPlans(tuple(plans), min(found.error_bound, NO_BOUND))
+    rows: dict[Chain, list[Sequence[int]]] = {}
+    for chain, point in found.points:
+        rows.setdefault(chain, []).append([*point.choice.values()])
+    batches = (chain.batch(np.array(some, np.intp)) for chain, some in rows.items())
+    return FoundPlans(tuple(batches), min(found.error_bound, NO_BOUND))

@@ -62,7 +62,9 @@ class PlanFrontier:
     @property
     def candidates(self) -> tuple[PlanPoint, ...]:
         """All plans that may be chosen: those of the frontier, then the uniform ones that are not on it."""
-        return (*self.points, *(point for point in self.uniform if point not in self.points))
+        known = {point.step_seconds for point in self.points}  # far quicker to compare than plans
+        others = (p for p in self.uniform if p.step_seconds not in known or p not in self.points)
+        return (*self.points, *others)
 
     def shown_with(self, chosen: PlanPoint) -> tuple[PlanPoint, ...]:
         """The points to show: those of the frontier, and the chosen one where it is not among them."""
@@ -90,7 +92,7 @@ class PlanFrontier:
         """As `frontier.json` holds it."""
         lists = {"points": self.points, "uniform": self.uniform}
         plain = {key: [{**vars(p), "plan": p.plan.to_dict()} for p in points] for key, points in lists.items()}
-        return json.dumps({"schema_version": SCHEMA_VERSION, **vars(self), **plain}, indent=1)
+        return json.dumps({"schema_version": SCHEMA_VERSION, **vars(self), **plain})
 
     @classmethod
     def from_json(cls, text: str) -> PlanFrontier:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.plain_values import (
     check_plain,
+    dump_yaml,
     names,
     number,
     one_line,
@@ -102,7 +101,7 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         if not self.stages:
             raise PlanError("a plan has at least one stage")
-        for block in (block for stage in self.stages for block in stage.blocks):
+        for block in {block.config: block for block in self.blocks}.values():
             self._check_axes(block)
         if self.gradient_exchange is not None:
             try:
@@ -159,6 +158,7 @@ class ParallelPlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written to YAML, `frontier.json`, `run.json` and checkpoints."""
         exchange, mesh = self.gradient_exchange, self.mesh
+        configs = {config: config_to_dict(config, mesh) for config in {block.config for block in self.blocks}}
         return {
             "version": VERSION,
             "model": self.model,
@@ -170,8 +170,7 @@ class ParallelPlan:
             "reason": self.reason,
             **({} if exchange is None else {"gradient_exchange": exchange_to_dict(exchange)}),
             "stages": [
-                {"blocks": [{"block": b.block, **config_to_dict(b.config, mesh)} for b in stage.blocks]}
-                for stage in self.stages
+                {"blocks": [{"block": b.block, **configs[b.config]} for b in stage.blocks]} for stage in self.stages
             ],
         }
 
@@ -187,7 +186,7 @@ class ParallelPlan:
 
     def to_yaml(self) -> str:
         """The plan as YAML text."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+        return dump_yaml(self.to_dict())
 
     @classmethod
     def from_yaml(cls, text: str) -> ParallelPlan:

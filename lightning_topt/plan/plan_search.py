@@ -13,6 +13,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
@@ -26,8 +28,8 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.chains import Chain, Choices, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
-from lightning_topt.techniques.explain import compute_seconds, seconds_by_kind
-from lightning_topt.techniques.plan_costs import Configs, PlanCosts
+from lightning_topt.techniques.plan_batch import PlanBatch
+from lightning_topt.techniques.plan_costs import PlanCosts
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
     for count in request.device_counts:
         spaces = [*_spaces(request, count)]
         found = search_chains([c for space in spaces for c in space.chains()], max_seconds=request.max_seconds)
-        points += [point_of(chain.costs, chain.plan(row)) for chain, row in found.plans]
-        uniform += [point_of(space.costs, configs) for space in spaces for configs in space.uniform()]
+        points += [point for batch in found.batches for point in points_of(batch)]
+        uniform += [point for space in spaces if space.own for point in points_of(space.uniform())]
         error_bound = max(error_bound, found.error_bound)
     return PlanFrontier.of(
         points,
@@ -95,21 +97,27 @@ def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
             yield hybrid_mesh(count // shard, shard, scopes=(whole, "intra" if inside else "inter"))
 
 
-def point_of(costs: PlanCosts, configs: Configs) -> PlanPoint:
-    """Return the plan that gives each block its entry of `configs`, with what it is predicted to cost."""
-    step, seconds, peak = costs.step, costs.seconds(configs), float(costs.memory(configs).max())
-    compute = compute_seconds(seconds_by_kind(costs, configs))
-    plan = ParallelPlan.of_blocks(
-        [BlockPlan(block.name, configs[block.name]) for block in step.graph.blocks],
-        mesh=step.mesh,
-        model=step.graph.model,
-        fingerprint=step.graph.fingerprint,
-        batch_size=int(step.batch_size),
-        cluster=step.cluster.name,
-        predicted=Prediction(seconds, peak, compute, max(seconds - compute, 0.0)),
-        gradient_exchange=step.exchange,
-    )
-    return PlanPoint(seconds, peak, step.mesh.size, plan)
+def points_of(batch: PlanBatch) -> list[PlanPoint]:
+    """Return the plans of `batch` with what they are predicted to cost."""
+    step = batch.costs.step
+    blocks = [[BlockPlan(name, config) for config in legal] for name, legal in batch.configs.items()]
+    found = []
+    for row, costs in zip(
+        batch.plans.tolist(), zip(batch.seconds, batch.peak_bytes, batch.compute_seconds, strict=True), strict=True
+    ):
+        seconds, peak, compute = map(float, costs)
+        plan = ParallelPlan.of_blocks(
+            [legal[index] for legal, index in zip(blocks, row, strict=True)],
+            mesh=step.mesh,
+            model=step.graph.model,
+            fingerprint=step.graph.fingerprint,
+            batch_size=int(step.batch_size),
+            cluster=step.cluster.name,
+            predicted=Prediction(seconds, peak, compute, max(seconds - compute, 0.0)),
+            gradient_exchange=step.exchange,
+        )
+        found.append(PlanPoint(seconds, peak, step.mesh.size, plan))
+    return found
 
 
 @dataclass(frozen=True)
@@ -128,31 +136,28 @@ class _Space:
                 choices = Choices(self.costs, configs)
                 yield from (Chain(choices, root) for root in configs[ROOT])
 
-    def uniform(self) -> Iterator[dict[str, OpConfig]]:
+    def uniform(self) -> PlanBatch:
         """One storage for all blocks, without and with recomputation; a block that cannot have that takes what is nearest."""
-        found: list[dict[str, OpConfig]] = []
-        if not self.own:
-            return
         configs = self._configs(self.own)
         kinds = dict.fromkeys(config for several in configs.values() for config in several)
-        for kind in kinds:
-            plan = {name: _nearest(several, kind) for name, several in configs.items()}
-            if plan not in found:
-                found.append(plan)
-                yield plan
+        rows = dict.fromkeys(tuple(_nearest(several, kind) for several in configs.values()) for kind in kinds)
+        return PlanBatch(self.costs, configs, np.array([*rows], np.intp))
 
     def _configs(self, group: Collection[Storage]) -> dict[str, list[OpConfig]]:
         blocks = self.costs.step.graph.blocks
         return {block.name: [c for c in self.costs.configs(block) if c.storage in group] for block in blocks}
 
 
-def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> OpConfig:
-    def distance(config: OpConfig) -> tuple[int, int, bool]:
+def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
+    """The index of the configuration that is most like `kind`."""
+
+    def distance(index: int) -> tuple[int, int, bool]:
+        config = configs[index]
         axes = [len(c.storage.sharded_axes("optimizer_state")) for c in (config, kind)]
         levels = abs(config.storage.level - kind.storage.level)
         return abs(axes[0] - axes[1]), levels, config.recompute != kind.recompute
 
-    return min(configs, key=distance)
+    return min(range(len(configs)), key=distance)
 
 
 def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from lightning_topt.costs.plain_values import dump_yaml
 from lightning_topt.costs.units import format_bytes, format_seconds
 from lightning_topt.plan.choose import PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
@@ -281,12 +281,12 @@ def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]
         for block, values in zip(point.plan.blocks, stage["blocks"], strict=True):
             if (block, mesh.names) not in positions:
                 positions[block, mesh.names] = len(blocks)
-                text = textwrap.indent(yaml.safe_dump([values], sort_keys=False), "  ")
+                text = textwrap.indent(dump_yaml([values]), "  ")
                 placed = {name: _in_words(values[name]) for name in ("parameters", "gradients", "optimizer_state")}
                 blocks.append({"block": block.block, "runs": describe_config(block.config), **placed, "yaml": text})
         entry: dict[str, Any] = {"x": point.peak_bytes, "y": point.step_seconds, "devices": point.devices}
         entry |= {"summary": point.plan.summary(), "numbers": _numbers(point)}
-        entry["header"] = yaml.safe_dump(fields, sort_keys=False) + "stages:\n- blocks:\n"
+        entry["header"] = dump_yaml(fields) + "stages:\n- blocks:\n"
         entry["blocks"] = [positions[block, mesh.names] for block in point.plan.blocks]
         entries.append(entry)
     return blocks, entries

@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.lifetimes import REBUILD, Lifetime
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
@@ -53,10 +52,6 @@ class DataParallel(Technique):
         whole = has_only_data_axes(mesh) and config.storage == Storage.zero(0, axes=len(mesh.axes))
         return frozenset({"storage"}) if whole else frozenset()
 
-    @override
-    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
-        return None
-
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
     @override
@@ -76,23 +71,11 @@ class DataParallel(Technique):
         yield step.phases.always("optimizer state", state)
 
     @override
-    def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
-        return iter(())
-
-    @override
     def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
         add_reduction(seconds, step, block)
         parameters = step.parameters(block)
         seconds.update += sum(step.update_seconds(p) for p in parameters)
         seconds.update += temporaries_seconds(step, {p: 1.0 for p in parameters})
-
-    @override
-    def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
-        return 0.0
-
-    @override
-    def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
-        return 1.0
 
     # ---- how it is applied -------------------------------------------------------------------------------------------
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from typing_extensions import override
 
-from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import ROOT, shard_share
 from lightning_topt.costs.training_step import TrainingStep
@@ -38,10 +37,6 @@ class FsdpTechnique(Technique):
         axes = self.axes(mesh)
         sharded = [Storage.zero(level, axes=len(mesh.axes), over=axes) for level in (2, 3)] if axes else []
         return frozenset({"storage"}) if config.storage in sharded else frozenset()
-
-    @override
-    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
-        return None
 
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
@@ -76,10 +71,6 @@ class FsdpTechnique(Technique):
         axes = self.axes(step.mesh)
         copies = tuple(axis for axis in step.mesh.data_axes if axis not in axes)
         add_fsdp_seconds(seconds, self._sharded(step, block, config, ALONE), replicated=copies)
-
-    @override
-    def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
-        return 0.0
 
     @override
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:

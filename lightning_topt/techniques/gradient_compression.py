@@ -14,7 +14,7 @@ from lightning_topt.costs.lifetimes import REBUILD, REDUCE_LAST, UPDATE, Lifetim
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.graph.op_graph import Block
 from lightning_topt.techniques.data_parallel import add_exchange
 from lightning_topt.techniques.technique import (
     Applied,
@@ -79,14 +79,6 @@ class GradientCompression(Technique):
         assert step.exchange_model is not None
         add_exchange(seconds, step, step.exchange_model.worker_seconds(block))
         seconds.reduce_foreground += step.exchange_model.device_seconds(block)
-
-    @override
-    def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
-        return 0.0
-
-    @override
-    def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
-        return 1.0
 
     # ---- how it is applied -------------------------------------------------------------------------------------------
 

@@ -7,13 +7,12 @@ share of its state and update; what the busiest rank of a plan has above that is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
@@ -51,10 +50,6 @@ class OptimizerSharding(Technique):
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
         sharded = Storage.zero(1, axes=len(mesh.axes), over=mesh.data_axes)
         return frozenset({"storage"}) if has_only_data_axes(mesh) and config.storage == sharded else frozenset()
-
-    @override
-    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
-        return None
 
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
@@ -95,10 +90,6 @@ class OptimizerSharding(Technique):
     @override
     def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
         return _excess(step, blocks, step.update_seconds)
-
-    @override
-    def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
-        return 1.0
 
     # ---- how it is applied -------------------------------------------------------------------------------------------
 

@@ -82,8 +82,10 @@ class PlanCosts:
         """Return all that one block keeps in memory; what is known of a block alike is moved to where this one stands."""
         spans = self.step.segments.of_block
         home = spans.get(block, (0, 0))[0]
-        near = (None if name is None else spans[name][0] - home for name in (beside.previous, beside.following))
-        key = self.step.alike[block], config, *near
+        near = [None if name is None else spans[name][0] - home for name in (beside.previous, beside.following)]
+        # Without neighbours, buffers live to the ends of the step, which do not move.
+        fixed = None in near and bool(config.storage.sharded_axes("gradients"))
+        key = self.step.alike[block], config, *near, home if fixed else 0
         if key not in self._lifetimes:
             self._lifetimes[key] = home, [*self._block_lifetimes(block, config, beside)]
         first_home, lifetimes = self._lifetimes[key]
@@ -92,25 +94,29 @@ class PlanCosts:
     def _block_lifetimes(self, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
         if not config.recompute:
             yield from activation_lifetimes(self.step, block, recompute=False)
-        for technique in self._techniques(config):
+        for technique in self.techniques(config):
             yield from technique.lifetimes(self.step, block, config, beside)
 
     def plan_lifetimes(self, configs: Configs) -> Iterator[Lifetime]:
         """Yield what the blocks of a plan keep together, and what every plan keeps."""
+        yield from self.shared_lifetimes(self.by_technique(configs))
+        temporaries = [self.temporaries(name, config) for name, config in configs.items()]
+        largest, together = max(each[0] for each in temporaries), sum(each[1] for each in temporaries)
+        yield Lifetime("temporaries", max(largest, together), UPDATE, UPDATE)
+
+    def shared_lifetimes(self, placed: Mapping[Technique, frozenset[str]]) -> Iterator[Lifetime]:
+        """Yield what every plan keeps, and what techniques keep for all the blocks that they place."""
         step, phases = self.step, self.step.phases
         yield phases.always("buffers and batch", step.graph.buffer_bytes + step.graph.input_bytes.at(step.batch_size))
         yield phases.always("process", step.cluster.device.process_bytes)
-        temporaries = [self._temporaries(name, config) for name, config in configs.items()]
-        largest, together = max(each[0] for each in temporaries), sum(each[1] for each in temporaries)
-        yield Lifetime("temporaries", max(largest, together), UPDATE, UPDATE)
-        for technique, blocks in self.by_technique(configs).items():
+        for technique, blocks in placed.items():
             yield from technique.plan_lifetimes(step, blocks)
 
-    def _temporaries(self, block: str, config: OpConfig) -> tuple[float, float]:
-        """Bytes of the optimizer's temporaries of the largest parameter of a block, and of all that are alive together."""
+    def temporaries(self, block: str, config: OpConfig) -> tuple[float, float]:
+        """Return the bytes of the optimizer's temporaries: of the largest parameter, and of all that are alive together."""
         key = self.step.alike[block], config
         if key not in self._updates:
-            techniques = self._techniques(config)
+            techniques = self.techniques(config)
             parameters = self.step.parameters(block)
             factors = {p: [t.update_share(self.step, p, config) for t in techniques] for p in parameters}
             self._updates[key] = temporary_bytes(self.step, {p: float(np.prod(each)) for p, each in factors.items()})
@@ -131,7 +137,7 @@ class PlanCosts:
         key = self.step.alike[block], config
         if key not in self._seconds:
             seconds = BlockSeconds()
-            for technique in self._techniques(config):
+            for technique in self.techniques(config):
                 technique.add_seconds(seconds, self.step, block, config)
             self._seconds[key] = seconds
         return self._seconds[key]
@@ -164,12 +170,15 @@ class PlanCosts:
     def seconds(self, configs: Configs) -> float:
         """Return the seconds of a step of a plan."""
         times = np.sum([self.block_times(name, config) for name, config in configs.items()], axis=0)
-        return float(times[0].sum()) + _finish(times) + self.plan_seconds(configs)
+        return float(times[0].sum() + network_delay(times)) + self.plan_seconds(configs)
 
     def plan_seconds(self, configs: Configs) -> float:
         """Return what the blocks of a plan take together, and what every plan takes."""
-        shared = sum(t.plan_seconds(self.step, blocks) for t, blocks in self.by_technique(configs).items())
-        return shared + self.step.buffers_seconds
+        return self.shared_seconds(self.by_technique(configs))
+
+    def shared_seconds(self, placed: Mapping[Technique, frozenset[str]]) -> float:
+        """Return what every plan takes, and what techniques take for all the blocks that they place."""
+        return sum(t.plan_seconds(self.step, blocks) for t, blocks in placed.items()) + self.step.buffers_seconds
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -177,11 +186,12 @@ class PlanCosts:
         """Return the blocks that each technique places."""
         found: dict[Technique, list[str]] = {}
         for name, config in configs.items():
-            for technique in self._techniques(config):
+            for technique in self.techniques(config):
                 found.setdefault(technique, []).append(name)
         return {technique: frozenset(blocks) for technique, blocks in found.items()}
 
-    def _techniques(self, config: OpConfig) -> tuple[Technique, ...]:
+    def techniques(self, config: OpConfig) -> tuple[Technique, ...]:
+        """Return the techniques that add to the costs of blocks under `config`."""
         if config not in self._placed:
             self._placed[config] = tuple(t for t in TECHNIQUES if t.takes_part(self.step, config))
         return self._placed[config]
@@ -235,9 +245,10 @@ def _simplicity(config: OpConfig) -> tuple[bool, bool, int]:
     return config.recompute, hybrid, storage.level
 
 
-def _finish(times: Array) -> float:
-    """How much later than computation the network finishes: `times` (3, segment) hold c, b, u."""
-    late = 0.0
-    for backward, exchange in zip(times[1][::-1], times[2][::-1], strict=True):
-        late = max(late - backward, 0.0) + exchange
-    return float(late)
+def network_delay(times: Array) -> Array:
+    """Return how much later than computation the network finishes (...,): `times` (..., 3, segment) hold c, b, u."""
+    backward, exchange = times[..., 1, ::-1], times[..., 2, ::-1]
+    late = np.zeros(times.shape[:-2])
+    for k in range(times.shape[-1]):
+        late = np.maximum(late - backward[..., k], 0.0) + exchange[..., k]
+    return late

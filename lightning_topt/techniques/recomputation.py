@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.graph.op_graph import Block
 from lightning_topt.techniques.technique import Applied, BlockSeconds, Neighbours, ParallelModel, Technique
 
 
@@ -92,20 +92,8 @@ class Recomputation(Technique):
         yield from activation_lifetimes(step, block, recompute=True)
 
     @override
-    def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
-        return iter(())
-
-    @override
     def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
         seconds.recompute += float(step.compute[block][0].sum())
-
-    @override
-    def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
-        return 0.0
-
-    @override
-    def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
-        return 1.0
 
     # ---- how it is applied -------------------------------------------------------------------------------------------
 

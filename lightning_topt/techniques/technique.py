@@ -164,9 +164,10 @@ class Technique(ABC):
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
         """Return the entries of `config` that the technique takes care of on `mesh`: ``"storage"``, ``"recompute"``, ..."""
 
-    @abstractmethod
-    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
-        """Raise ValueError for what the technique cannot do in a plan of these blocks."""
+    def check(  # noqa: B027
+        self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None
+    ) -> None:
+        """Raise ValueError for what the technique cannot do in a plan of these blocks; by default there is nothing."""
 
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
@@ -184,21 +185,24 @@ class Technique(ABC):
     def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
         """Yield what a block under `config`, between the sharded blocks `beside` it, keeps in memory."""
 
-    @abstractmethod
     def plan_lifetimes(self, step: TrainingStep, blocks: Collection[str]) -> Iterator[Lifetime]:
-        """Yield what a plan that places `blocks` by this technique keeps beside what each of them does."""
+        """Yield what a plan that places `blocks` by this technique keeps beside what each of them does; nothing by default."""
+        return iter(())
 
     @abstractmethod
     def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
         """Add to `seconds` what a block under `config` takes beside the computation of its operators."""
 
-    @abstractmethod
     def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
-        """Return the seconds of the update that a plan takes beside what each of `blocks` does."""
+        """Return the seconds of the update that a plan takes beside what each of `blocks` does; none by default."""
+        return 0.0
 
-    @abstractmethod
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
-        """Return the largest share of `parameter` that one rank updates at once, as far as this technique decides it."""
+        """Return the largest share of `parameter` that one rank updates at once, as far as this technique decides it.
+
+        By default it does not: 1.
+        """
+        return 1.0
 
     # ---- how it is applied -------------------------------------------------------------------------------------------
 

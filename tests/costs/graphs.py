@@ -54,8 +54,13 @@ def step_of(timeline: tuple[Segment, ...], batch_size: int, operators: list[str]
     return Step((batch_size, 2 * batch_size), order, count, tuple(tensors), tuple(calls))
 
 
-def random_graph(seed: int, *, num_blocks: int = 3) -> OpGraph:
+def random_graph(seed: int, *, num_blocks: int = 3, alike: bool = False) -> OpGraph:
+    """With `alike` all named blocks cost the same."""
     rng = random.Random(seed)
+
+    def drawn(block: str) -> random.Random:
+        return random.Random(seed) if alike and block else rng
+
     names = [f"b{index}" for index in range(num_blocks)]
     order = [""] * rng.randint(0, 1) + names + [""] * rng.randint(0, 1)
     if rng.random() < 0.3:
@@ -63,18 +68,19 @@ def random_graph(seed: int, *, num_blocks: int = 3) -> OpGraph:
     order = [name for index, name in enumerate(order) if index == 0 or name != order[index - 1]]
     parameters, uses = [], {index: [] for index in range(len(order))}
     for block in {*order}:
-        own = [index for index, name in enumerate(order) if name == block]
-        for number in range(rng.randint(0 if block else 1, 3)):
-            shape = tuple(rng.randint(1, 9) for _ in range(rng.randint(1, 2)))
+        own, draw = [index for index, name in enumerate(order) if name == block], drawn(block)
+        for number in range(draw.randint(0 if block else 1, 3)):
+            shape = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 2)))
             name = f"{block}.p{number}" if block else f"p{number}"
-            parameters.append(Parameter(name, shape, "float32", block, rng.random() < 0.8))
-            for index in rng.sample(own, rng.randint(1, min(2, len(own)))):
+            parameters.append(Parameter(name, shape, "float32", block, draw.random() < 0.8))
+            for index in draw.sample(own, draw.randint(1, min(2, len(own)))):
                 uses[index].append(name)
-    ops = [
-        Op(f"op{i}", "X", block, block, tuple(uses[i]), (), (_kernel(rng),), (_kernel(rng), _kernel(rng)), _amount(rng))
-        for i, block in enumerate(order)
-    ]
-    timeline = [_segment(rng, block) for block in order]
+    ops = []
+    for i, block in enumerate(order):
+        draw = drawn(block)
+        kernels = (_kernel(draw),), (_kernel(draw), _kernel(draw))
+        ops.append(Op(f"op{i}", "X", block, block, tuple(uses[i]), (), *kernels, _amount(draw)))
+    timeline = [_segment(drawn(block), block) for block in order]
     blocks = [Block(name, 0, bool(name)) for name in {"": None, **dict.fromkeys(order)}]
     parameters.sort(key=lambda p: p.name)
     return graph_of(

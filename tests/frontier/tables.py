@@ -70,8 +70,13 @@ def assert_costs_are_evaluated(table, frontier):
             assert (seconds[0], size[0]) == (point.step_seconds, point.peak_bytes)
 
 
-def random_chain(rng, *, blocks, configs, distinct=None, edges=0.0, ties=False, forbidden=0.0, layouts=None, late=True):
-    """Blocks with costs on a grid, `edges` the share of neighbours that are joined; `layouts` fewer than configurations."""
+def random_chain(
+    rng, *, blocks, configs, distinct=None, edges=0.0, ties=False, forbidden=0.0, layouts=None, late=True, forward=False
+):
+    """Blocks with costs on a grid, `edges` the share of neighbours that are joined; `layouts` fewer than configurations.
+
+    With `forward` about half of them take other bytes in forward than in backward.
+    """
 
     def costs(*size):
         return rng.integers(0, 4, size).astype(float) if ties else rng.integers(0, 1024, size) / 1024
@@ -84,7 +89,8 @@ def random_chain(rng, *, blocks, configs, distinct=None, edges=0.0, ties=False, 
         sides = [None, None] if layouts is None else [rng.integers(0, layouts, count) for _ in range(2)]
         parts = (costs(count) * (rng.random() < 0.8), costs(count), costs(count) * late, costs(count))
         backward = np.minimum(costs(count), seconds)
-        made.append(BlockCosts(tuple(range(count)), seconds, backward, parts[0], static, *parts[1:], *sides))
+        own = [costs(count) if forward and rng.random() < 0.5 else None for _ in range(2)]
+        made.append(BlockCosts(tuple(range(count)), seconds, backward, parts[0], static, *parts[1:], *sides, *own))
     order = [int(rng.integers(len(made))) for _ in range(blocks)] if distinct else list(range(blocks))
     joins = []
     for a, b in itertools.pairwise(order):
@@ -99,18 +105,20 @@ def random_chain(rng, *, blocks, configs, distinct=None, edges=0.0, ties=False, 
 def simulate(table, plan):
     """(step_seconds, peak_bytes) of one plan of a chain, event by event."""
     blocks = [table.block(n) for n in range(len(table.order))]
-    chosen = [{name: getattr(block, name)[c] for name in ("seconds", "backward", "exchange", "static", "kept", "late", "hump")}
-              for block, c in zip(blocks, plan, strict=True)]  # fmt: skip
+    names = ("seconds", "backward", "exchange", "static", "kept", "late", "hump", "held", "forward_hump")
+    chosen = [{name: block.cost(name)[c] for name in names} for block, c in zip(blocks, plan, strict=True)]
     edges = [(table.edge(n), blocks[n].layouts("outputs")[plan[n]], blocks[n + 1].layouts("inputs")[plan[n + 1]])
              for n in range(len(blocks) - 1)]  # fmt: skip
     edges = [(edge.seconds[i, j], edge.bytes[i, j]) for edge, i, j in edges if edge is not None]
     always = table.fixed_bytes + sum(block["static"] for block in chosen) + sum(size for _, size in edges)
     clock = sum(b["seconds"] - b["backward"] for b in chosen) + sum(seconds for seconds, _ in edges)
-    kept, late, peak, network = 0.0, 0.0, always, 0.0
+    held, old, peak, network = 0.0, sum(block["late"] for block in chosen), always, 0.0
     for block in chosen:  # forward
-        peak = max(peak, always + kept)
-        kept += block["kept"]
-    peak = max(peak, always + kept)
+        old -= block["late"]
+        peak = max(peak, always + held + block["forward_hump"] + old)
+        held += block["held"]
+    kept, late = sum(block["kept"] for block in chosen), 0.0
+    peak = max(peak, always + held, always + kept)
     for block in reversed(chosen):
         kept -= block["kept"]
         peak = max(peak, always + kept + late + block["hump"])
@@ -130,18 +138,20 @@ def one_column_per_point_in_time(table):
         for wait in range(count):  # the network is idle until the backward of block `wait` is over
             before, after = b.seconds - b.backward, b.exchange
             paths.append(b.seconds if n > wait else b.seconds + after if n == wait else before + after)
-        moments = [b.static + b.kept, b.static + b.late]
-        moments += [b.static + (b.kept if n < at else b.late if n > at else b.hump) for at in range(count)]
+        moments = [b.static + b.kept, b.static + b.late, b.static + b.cost("held")]
+        for before, at_it in ("kept", "hump"), ("held", "forward_hump"):
+            names = [before if n < at else "late" if n > at else at_it for at in range(count)]
+            moments += [b.static + b.cost(name) for name in names]
         operators.append(OperatorCosts(str(n), b.configs, np.stack(paths, axis=1), np.stack(moments, axis=1)))
     edges = []
     for n in range(count - 1):
         if (edge := table.edge(n)) is not None:
             pairs = np.ix_(table.block(n).layouts("outputs"), table.block(n + 1).layouts("inputs"))
-            size = (count + 1, count + 2)
+            size = (count + 1, 2 * count + 3)
             values = [
                 np.repeat(v[pairs][..., None], k, axis=2) for v, k in zip((edge.seconds, edge.bytes), size, strict=True)
             ]
             edges.append(EdgeCosts(str(n), str(n + 1), *values))
-    fixed_bytes = np.full(count + 2, table.fixed_bytes)
+    fixed_bytes = np.full(2 * count + 3, table.fixed_bytes)
     fixed_bytes[1] += table.update_bytes
     return CostTable(tuple(operators), tuple(edges), np.full(count + 1, table.fixed_seconds), fixed_bytes)

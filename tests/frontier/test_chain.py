@@ -19,7 +19,8 @@ def way(request, monkeypatch):
 def test_evaluate_equals_a_simulated_step(layouts):
     rng = np.random.default_rng(0)
     for _ in range(60):
-        table = random_chain(rng, blocks=int(rng.integers(1, 7)), configs=3, edges=0.6, layouts=layouts)
+        blocks, forward = int(rng.integers(1, 7)), bool(rng.random() < 0.5)
+        table = random_chain(rng, blocks=blocks, configs=3, edges=0.6, layouts=layouts, forward=forward)
         plans = np.stack([rng.integers(0, len(table.block(n).configs), 8) for n in range(len(table.order))], axis=1)
         seconds, size = table.evaluate(plans)
         for plan, *costs in zip(plans, seconds, size, strict=True):
@@ -35,6 +36,7 @@ def test_equals_brute_force(way, edges, ties, forbidden):
         table = random_chain(
             rng, blocks=int(rng.integers(1, 6)), configs=4, edges=edges, ties=ties, forbidden=forbidden,
             distinct=2 if trial % 3 == 2 else None, layouts=3 if trial % 2 else None, late=trial % 4 > 0,
+            forward=trial % 5 > 2,
         )  # fmt: skip
         assert_equals_brute_force(table, search_chain(table))
 
@@ -43,19 +45,22 @@ def test_equals_brute_force(way, edges, ties, forbidden):
 def test_equals_one_column_per_point_in_time(way, blocks):
     rng = np.random.default_rng(blocks)
     for trial in range(4):
-        table = random_chain(rng, blocks=blocks, configs=3, edges=[0.0, 0.5, 1.0][trial % 3], ties=trial == 3)
+        table = random_chain(
+            rng, blocks=blocks, configs=3, edges=[0.0, 0.5, 1.0][trial % 3], ties=trial == 3, forward=trial > 1
+        )
         few, many = search_chain(table), search_frontier(one_column_per_point_in_time(table))
         assert few.exact and many.exact and len(few)
         np.testing.assert_allclose(few.seconds, many.seconds, rtol=1e-14)
         np.testing.assert_allclose(few.bytes, many.bytes, rtol=1e-14)
 
 
-def test_columns_do_not_grow_with_depth():
+@pytest.mark.parametrize("forward", [False, True])
+def test_columns_do_not_grow_with_depth(forward):
     """A chain of 60 blocks costs no more per block than one of 20 (the number of candidates, not seconds)."""
     rng = np.random.default_rng(0)
-    table = random_chain(rng, blocks=1, configs=4)
-    layers = [frontier_search.chain_layers(ChainTable(table.blocks, (0,) * count)) for count in (20, 60)]
-    assert {layer.columns for some in layers for layer in some} == {4, 2}
+    table = random_chain(rng, blocks=4, configs=4, forward=forward)
+    layers = [frontier_search.chain_layers(ChainTable(table.blocks, (0, 1, 2, 3) * count)) for count in (5, 15)]
+    assert {layer.columns for some in layers for layer in some} == {5 if forward else 4, 2}
 
 
 def test_bad_tables_are_refused():

@@ -113,6 +113,16 @@ def test_convolutions_on_cpu_hold_copies_of_their_arguments() -> None:
     y = torch.convolution(x, w, None, *options)
     forward = measure(torch.ops.aten.convolution.default, (x, w, None, *options), {}, y)
     assert forward.workspace == x.nbytes + w.nbytes
+    assert forward.allocated == 2 * y.nbytes  # and oneDNN's copy of it
+    for mask, passes in (((True, True, False), 2), ((False, True, False), 1)):
+        arguments = (y, x, w, None, *options, list(mask))
+        results = torch.ops.aten.convolution_backward.default(*arguments)
+        backward = measure(torch.ops.aten.convolution_backward.default, arguments, {}, results)
+        assert backward.workspace == x.nbytes + w.nbytes + y.nbytes
+        assert (
+            backward.allocated
+            == sum(t.nbytes for t in results[:2] if t is not None) + (passes - 1) * backward.workspace
+        )
     narrow = torch.zeros(2, 3, 8, 8)  # channels padded to 16
     again = measure(torch.ops.aten.convolution.default, (x, w[:3], None, *options), {}, narrow)
     assert again.workspace == x.nbytes + w[:3].nbytes + narrow.nbytes * 16 // 3

@@ -74,8 +74,8 @@ def test_a_chain_never_promises_less_memory_than_its_plans_take(seed: int) -> No
             choices = Choices(costs, configs)
             chain = Chain(choices, configs[""][0])
             rows = np.array([[rng.randrange(len(configs[b])) if b else 0 for b in choices.positions] for _ in range(5)])
-            for row, seconds, size in zip(rows.tolist(), *chain.table.evaluate(rows), strict=True):
-                plan = chain.plan(row)
+            for row, (seconds, size) in enumerate(zip(*chain.table.evaluate(rows), strict=True)):
+                plan = chain.batch(rows).configs_of(row)
                 assert size >= costs.memory(plan).max() - 10  # rounded to bytes, block by block
                 assert seconds == pytest.approx(costs.seconds(plan), abs=1e-6)
 

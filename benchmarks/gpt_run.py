@@ -38,6 +38,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--cgroup", type=int)
     parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--frontier", type=Path, help="where the frontier of a search is saved")
     return parser.parse_args()
 
 
@@ -74,7 +76,7 @@ def main() -> None:
     monitor = StepMonitor(warmup_steps=options.warmup)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=options.devices,
         num_nodes=options.num_nodes,
         strategy=strategy,
         max_steps=options.steps,
@@ -93,6 +95,8 @@ def main() -> None:
         return
     assert monitor.measurement is not None
     plan, planning = getattr(strategy, "parallel_plan", None), getattr(strategy, "planning", None)
+    if options.frontier is not None and planning is not None:
+        planning.frontier.save(options.frontier)
     result = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "plan": plan.to_dict() if plan else None,

@@ -9,28 +9,24 @@ under a memory limit that plain data parallelism and ZeRO-1 do not keep.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, machine, mib
 from benchmarks.lab import Lab, LabError, end_on_signals
 
-SIZES = {"layers": 8, "hidden": 384, "heads": 6, "seq-len": 128, "batch-size": 4, "steps": 8, "warmup": 3}
+SIZES = {
+    "layers": 8,
+    "hidden": 384,
+    "heads": 6,
+    "seq-len": 128,
+    "batch-size": 4,
+    "steps": 8,
+    "warmup": 3,
+    "num-nodes": 2,
+}
 PLANS = ("ddp", "zero3", "hybrid")
-
-
-def run(lab: Lab, **options: Any) -> dict[str, Any]:
-    """The result of one job on all ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        arguments = [f"--{key}={value}" for key, value in {**SIZES, **options, "num-nodes": 2, "out": out}.items()]
-        lab.run(["-m", "benchmarks.gpt_run", *arguments], ranks_per_node=2, timeout=500)
-        result: dict[str, Any] = json.loads(out.read_text())
-        return result
 
 
 def spread(values: list[float]) -> str:
@@ -47,13 +43,13 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, list[dict[str, Any]]] = {}
     with Lab(2, rate=options.rate) as lab:
-        first = {plan: run(lab, plan=plan) for plan in PLANS}
+        first = {plan: lab.run_gpt(ranks_per_node=2, **SIZES, plan=plan) for plan in PLANS}
         # Above what hybrid sharding takes, with the default margin; below what data parallelism does.
         limit = int(1.08 * first["hybrid"]["peak_bytes"])
         for _ in range(options.rounds):
             for plan in ("zero3", "hybrid"):
-                results.setdefault(plan, []).append(run(lab, plan=plan))
-            results.setdefault("topt", []).append(run(lab, **{"memory-limit": limit}))
+                results.setdefault(plan, []).append(lab.run_gpt(ranks_per_node=2, **SIZES, plan=plan))
+            results.setdefault("topt", []).append(lab.run_gpt(ranks_per_node=2, **SIZES, **{"memory-limit": limit}))
             print({name: round(found[-1]["step_seconds"], 3) for name, found in results.items()}, flush=True)
     times = {name: [result["step_seconds"] for result in found] for name, found in results.items()}
     ratios = [flat / hybrid for flat, hybrid in zip(times["zero3"], times["topt"], strict=True)]

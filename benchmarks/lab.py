@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT = "29500"
@@ -153,6 +155,15 @@ class Lab:
                 output = logs[failed].read_text(errors="replace")
                 raise LabError(f"rank {failed} failed, or did not end within {timeout:.0f} s:\n{output[-4000:]}")
             return logs[0].read_text(errors="replace")
+
+    def run_gpt(self, *, ranks_per_node: int, timeout: float = 500, **options: Any) -> dict[str, Any]:
+        """Run `gpt_run.py` on all nodes with ``--key=value`` options; its result. Raises LabError as `run` does."""
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "result.json"
+            arguments = [f"--{key}={value}" for key, value in {**options, "out": out}.items()]
+            self.run(["-m", "benchmarks.gpt_run", *arguments], ranks_per_node=ranks_per_node, timeout=timeout)
+            result: dict[str, Any] = json.loads(out.read_text())
+            return result
 
     def _start(
         self, rank: int, command: Sequence[str], *, log: Path, nodes: int, ranks_per_node: int

@@ -22,13 +22,13 @@ import torch
 from lightning_topt.graph.op_graph import Kernel
 
 SMALLEST_BYTES = 1 << 16  # what is smaller stays on the C heap (`execution.allocator`)
-_BLOCK_BYTES, _BLOCKS, _ROUNDS = 1 << 20, 16, 5
+_BLOCK_BYTES, _BLOCKS, _ROUNDS = 1 << 20, 16, 9
 
 
 def measure_page_faults(device: torch.device) -> float:
     """Seconds that a byte costs which is taken anew, written once and given back, above writing it again.
 
-    In blocks of 1 MiB, a few milliseconds in all. They are taken one after another before they are given back, as in a step:
+    In blocks of 1 MiB, a tenth of a second in all. They are taken one after another before they are given back, as in a step:
     a block that has just been given back is still in the processor's cache and takes a fifth less. 0 on devices other than
     CPUs, whose allocator keeps what it has, and where the platform cannot map private memory.
     """

@@ -20,7 +20,7 @@ A plan uses the phases that its techniques name; in the others nothing begins or
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -69,7 +69,7 @@ class Phases:
         """Return `lifetimes` of a block that stands `by` segments later."""
         if by == 0:
             return [*lifetimes]
-        return [replace(each, first=_shifted(each.first, by), last=_shifted(each.last, by)) for each in lifetimes]
+        return [Lifetime(e.kind, e.bytes, _shifted(e.first, by), _shifted(e.last, by)) for e in lifetimes]
 
     def before(self, phase: Phase) -> Phase:
         """Return the phase before; `phase` must not be the first."""

@@ -132,9 +132,10 @@ def search_reduced(
 ) -> tuple[Rows, float]:
     """Return the transitions of the best plans (n, N), and the error bound; `priced` as in `search_wide`."""
     lifts = raises(layers)
-    swept = sweep(layers, lifts=lifts, work=min(_SMALL, budget.max_points)) if budget.epsilon == 0 else None
-    if swept is not None:
-        return swept[2], 0.0
+    if priced is None and budget.epsilon == 0:
+        swept = sweep(layers, lifts=lifts, work=min(_SMALL, budget.max_points))
+        if swept is not None:
+            return swept[2], 0.0
     return search_wide(layers, lifts=lifts, budget=budget, deadline=deadline, priced=priced)
 
 

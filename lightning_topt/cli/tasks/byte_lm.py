@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -218,10 +219,13 @@ class StdlibBytesDataModule(pl.LightningDataModule):
 def split_files(root: Path, *, val_fraction: float) -> tuple[list[Path], list[Path]]:
     """(training, validation) source files under `root`, each in the order of the hash of its relative path."""
     keyed = []
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if not SKIPPED_FOLDERS.intersection(relative.parts):
-            keyed.append((hashlib.sha256(relative.as_posix().encode()).digest(), path))
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        relative = Path(folder).relative_to(root).as_posix()
+        for name in names:
+            if name.endswith(".py"):
+                key = name if relative == "." else f"{relative}/{name}"
+                keyed.append((hashlib.sha256(key.encode()).digest(), Path(folder) / name))
     keyed.sort()
     bound = int(val_fraction * 2**32)
     is_val = [int.from_bytes(digest[:4], "big") < bound for digest, _ in keyed]

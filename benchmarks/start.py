@@ -1,6 +1,6 @@
 """Seconds from `Trainer.fit` to the end of the first step: Lightning's `ddp`, `topt` on a new machine, and `topt` again.
 
-    python -m benchmarks.start           # about 5 minutes on 2 cores
+    python -m benchmarks.start           # about 12 minutes on 2 cores
 
 Rounds are interleaved; each is a job of its own (two CPU ranks, one thread each). "New" is a machine without measurements.
 """
@@ -28,7 +28,9 @@ from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 
 MODELS = {
     "0.2 M": {"num_layers": 3, "hidden": 64, "num_heads": 4, "seq_len": 64, "batch_size": 8},
+    "1 M": {"num_layers": 4, "hidden": 144, "num_heads": 4, "seq_len": 64, "batch_size": 8},
     "26 M": {"num_layers": 8, "hidden": 512, "num_heads": 8, "seq_len": 128, "batch_size": 4},
+    "100 M": {"num_layers": 12, "hidden": 832, "num_heads": 13, "seq_len": 64, "batch_size": 2},
 }
 SEEN = ("ddp", "topt, new", "topt, again")
 

@@ -46,7 +46,7 @@ def every_plan(request: SearchRequest, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_no_plan_is_much_better_than_what_is_found(seed: int) -> None:
-    """The chain's bytes are upper bounds where neighbours differ, so the best mix may be missed: by a few percent."""
+    """The chain's bytes are upper bounds where neighbours differ, so the best mix may be missed, by 4 % in the worst of these."""
     rng = random.Random(seed)
     graph, count = random_graph(seed, num_blocks=2), rng.choice([1, 2, 4, 6])
     request = SearchRequest(graph, machines(rng), profile_of(graph), (count,), 12, exchanges=EXCHANGES)
@@ -56,7 +56,7 @@ def test_no_plan_is_much_better_than_what_is_found(seed: int) -> None:
     assert {(round(s, 9), round(b, 3)) for s, b in points} <= known
     assert {(round(p.step_seconds, 9), round(p.peak_bytes, 3)) for p in found.uniform} <= known
     missed = (points[None] / everything[:, None] - 1).max(axis=2).min(axis=1)
-    assert missed.max() < 0.15 and np.median(missed) <= 0
+    assert missed.max() < 0.06 and np.median(missed) <= 0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -56,7 +56,7 @@ def measure(setting: str, job: Job) -> tuple[list[dict[str, Any]], list[float]]:
                 file = Path(folder) / f"plan{len(rows)}.yaml"
                 point.plan.save(file)
                 result = job(**{"memory-limit": ROOM, "plan": file})
-                rows[key] = {"setting": setting, "plan": point.plan.summary(), "point": point, **result}
+                rows[key] = {**result, "setting": setting, "plan": point.plan.summary(), "point": point}
                 print(line(rows[key]), flush=True)
     regrets = []
     for limit, (chosen, _) in wanted.items():

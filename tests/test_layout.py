@@ -21,6 +21,12 @@ ALLOWED["frontier"] = ["frontier", "costs"]  # the search knows nothing of model
 ONLY_IN = {"lightning": {"plugins", "cli"}, "pytorch_lightning": set(), "hydra": {"cli"}, "omegaconf": {"cli"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60
+DOCUMENTED = [
+    *FILES,
+    *(path for name in ("topt_console", "hydra_plugins") for path in sorted((ROOT / name).rglob("*.py"))),
+]
+HEADLESS = {"What", "Which", "Who", "Whose", "Of", "That", "How", "Where", "When"}  # clauses without a main verb
+NOUN_PHRASES = {"The", "A", "An", "Whether", "Bytes", "Seconds", "Number", "Names", "Indices", "One", "Several"}
 
 
 def imported(tree: ast.AST) -> set[str]:
@@ -107,3 +113,39 @@ GONE = re.compile(r"\bzero_stage\b|\bis_sharded\b|ZeRO stage|FAMILIES|\bfamily="
 def test_words_that_are_gone(path):
     found = GONE.findall(path.read_text())
     assert found == [] or path.name in ("service.py", "peer_channel.py")  # families of addresses
+
+
+def headless_docstrings(tree: ast.AST) -> list[str]:
+    """Return what opens without a verb: any definition by a bare clause, a public function also by a noun."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        name, text = getattr(node, "name", "the module"), ast.get_docstring(node) or ""
+        is_property = any("property" in ast.unparse(each) for each in getattr(node, "decorator_list", []))
+        is_public_function = not isinstance(node, ast.Module | ast.ClassDef) and name[0] != "_" and not is_property
+        opening = re.match(r"\w*", text)[0]
+        if opening in HEADLESS or (is_public_function and opening in NOUN_PHRASES):
+            found.append(f"{name}: {text.splitlines()[0]}")
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_open_with_a_sentence(path):
+    assert headless_docstrings(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ('"""What is here."""', 1),
+        ('class A:\n    """Where it lies."""', 1),
+        ('def _f():\n    """Of a worker."""', 1),
+        ('def f():\n    """The bytes of a worker."""', 1),
+        ('def f():\n    """Return the bytes of a worker."""', 0),
+        ('def _f():\n    """The bytes of a worker."""', 0),
+        ('class A:\n    """A worker."""\n    @property\n    def f(self):\n        """The bytes."""', 0),
+    ],
+)
+def test_the_check_sees_headless_docstrings(code, count):
+    assert len(headless_docstrings(ast.parse(code))) == count

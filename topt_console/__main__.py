@@ -1,4 +1,4 @@
-"""`python -m topt_console`: as `topt`, for launchers that take modules."""
+"""`python -m topt_console` does as `topt` does, for launchers that take modules."""
 
 from topt_console import main
 

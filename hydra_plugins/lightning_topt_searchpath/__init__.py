@@ -15,7 +15,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 def conf_dir() -> Path:
-    """The folder of configuration groups: inside the installed package, or beside it in a checkout."""
+    """Return the folder of configuration groups: inside the installed package, or beside it in a checkout."""
     spec = importlib.util.find_spec("lightning_topt")
     assert spec is not None and spec.origin is not None, "lightning_topt is not installed"
     package = Path(spec.origin).parent
@@ -27,7 +27,7 @@ class LightningToptSearchPath(SearchPathPlugin):
     """Appends our groups (the app's own come first) and registers the strategy names where Lightning is in use."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Called by Hydra before it composes a configuration."""
+        """Hydra calls this before it composes a configuration."""
         search_path.append(provider="lightning-topt", path=f"file://{conf_dir()}")
         # For apps that pass the bare name to a Trainer. Where Lightning is not loaded yet, importing it here would cost
         # every Hydra app seconds, and `_target_: lightning_topt.AutoParallelStrategy` (conf/strategy) needs no name.

@@ -1,4 +1,4 @@
-"""`topt calibrate`: measure this machine anew, for later runs here, and write it as a cluster file."""
+"""`topt calibrate` measures this machine anew, for later runs here, and writes it as a cluster file."""
 
 from __future__ import annotations
 

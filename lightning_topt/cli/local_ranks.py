@@ -19,7 +19,7 @@ Measured = Callable[..., T]  # (device, num_nodes, *arguments), called on every 
 
 
 def run_on_ranks(function: Measured[T], *arguments: Any, accelerator: str, devices: int) -> T | None:
-    """Rank 0's result of `function`, called on `devices` new ranks, or on those that torchrun has started.
+    """Return rank 0's result of `function`, called on `devices` new ranks, or on those that torchrun has started.
 
     Returns None on ranks of torchrun other than 0. Raises ValueError when the machine lacks the devices.
     """

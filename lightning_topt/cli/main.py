@@ -28,7 +28,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def main() -> None:
-    """What `python -m lightning_topt.cli.main` runs: the same as the console script."""
+    """Run what `python -m lightning_topt.cli.main` runs: the same as the console script."""
     topt_console.main()
 
 

@@ -1,4 +1,4 @@
-"""`topt plan`: the frontier of step time and peak memory, and the plan that fits the limits best. No training."""
+"""`topt plan` finds the frontier of step time and peak memory, and the plan that fits the limits best. No training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lightning_topt.plugins.run_plan import choose_for
 
 @dataclass(frozen=True)
 class Costs:
-    """What the search needs besides the graph."""
+    """`Costs` are what the search needs besides the graph."""
 
     cluster: Cluster
     optimizer: OptimizerProfile

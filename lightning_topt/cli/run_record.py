@@ -1,4 +1,4 @@
-"""`run.json`: what a training run planned, predicted, measured and reached. The schema is in docs/schemas.md."""
+"""`run.json` holds what a training run planned, predicted, measured and reached. The schema is in docs/schemas.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 def build_record(
     trainer: pl.Trainer, *, measurement: StepMeasurement | None, metrics: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The record of a finished fit; `plan` and `predicted` are None under strategies that do not plan."""
+    """Return the record of a finished fit; `plan` and `predicted` are None under strategies that do not plan."""
     plan = getattr(trainer.strategy, "parallel_plan", None)
     predicted = None if plan is None else plan.to_dict()["predicted"]
     measured = None
@@ -62,7 +62,7 @@ def write_record(record: Mapping[str, Any], path: Path) -> None:
 
 
 def print_record(record: Mapping[str, Any], folder: Path) -> None:
-    """One table for people: predicted and measured step time and peak memory per device, then the metrics."""
+    """Print one table for people: predicted and measured step time and peak memory per device, then the metrics."""
     predicted, measured = record["predicted"] or {}, record["measured"] or {}
     table = Table(title=_title(record))
     for column in ("", "predicted", "measured", "error"):

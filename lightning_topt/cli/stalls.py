@@ -1,4 +1,4 @@
-"""`topt stalls`: what the wait for data is made of, and what would remove it. No training is kept."""
+"""`topt stalls` says what the wait for data is made of, and what would remove it. No training is kept."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def measure(
     directory: str,
     options: MeasurementOptions,
 ) -> StallMeasurement:
-    """The measurement of the data module's training loader under the model's training loop.
+    """Return the measurement of the data module's training loader under the model's training loop.
 
     `trainer` makes a new Trainer of one device at each call: every run is a fit of one epoch. The model's weights change.
     """
@@ -100,7 +100,7 @@ def measure(
 
 @contextmanager
 def serving(datamodule: pl.LightningDataModule, batches: Any) -> Iterator[None]:
-    """The data module, set up already, with `batches` for its training loader. Its hooks of a batch's transfer stay."""
+    """Let the data module, set up already, give `batches` as its training loader. Its hooks of a batch's transfer stay."""
     given = {
         "prepare_data": lambda: None,
         "setup": lambda stage: None,

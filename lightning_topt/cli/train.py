@@ -1,4 +1,4 @@
-"""`topt train`: fit, validate the best checkpoint, write `run.json`."""
+"""`topt train` fits, validates the best checkpoint and writes `run.json`."""
 
 from __future__ import annotations
 

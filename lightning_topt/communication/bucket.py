@@ -49,16 +49,16 @@ class BucketLayout:
 
     @property
     def slices(self) -> list[slice]:
-        """Where each parameter is in the buffer."""
+        """The slices of the buffer where each parameter is."""
         return [slice(start, start + numel) for start, numel in zip(self.offsets, self.numels, strict=True)]
 
     @property
     def exempt_slices(self) -> list[slice]:
-        """Where the exempt parameters are in the buffer."""
+        """The slices of the buffer where the exempt parameters are."""
         return [part for part, exempt in zip(self.slices, self.exempt, strict=True) if exempt]
 
     def compressible(self, start: int, stop: int) -> int:
-        """Number of elements of parameters that are not exempt, from element `start` up to `stop`."""
+        """Return the number of elements of parameters that are not exempt, from element `start` up to `stop`."""
         parts = [part for part, exempt in zip(self.slices, self.exempt, strict=True) if not exempt]
         return sum(max(0, min(part.stop, stop) - max(part.start, start)) for part in parts)
 
@@ -79,7 +79,7 @@ class Bucket:
     loss_scale: float = 1.0
 
     def views(self) -> list[Tensor]:
-        """Each parameter's part of the buffer, in the parameter's shape."""
+        """Return each parameter's part of the buffer, in the parameter's shape."""
         layout = self.layout
         return [self.buffer[part].view(shape) for part, shape in zip(layout.slices, layout.shapes, strict=True)]
 
@@ -97,7 +97,7 @@ class ExemptMean:
         torch._foreach_zero_(self.parts)
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return bool(self.work.is_completed())
 
     def wait(self) -> None:
@@ -105,7 +105,7 @@ class ExemptMean:
         self.work.wait()
 
     def mean(self) -> Tensor:
-        """The mean over ranks, packed (e,). Raises `NonFiniteGradient`."""
+        """Return the mean over ranks, packed (e,). Raises `NonFiniteGradient`."""
         if not is_finite(self.packed):
             raise NonFiniteGradient(not self.own_finite)
         return self.packed.div_(self.world_size)
@@ -133,7 +133,7 @@ class BucketExchange(ABC):
         """Exchange `bucket`; returns its own buffer with the mean over all ranks, the same bits on every rank."""
 
     def dense_stages(self, bucket: Bucket) -> Stages:
-        """The mean by one all-reduce on ``groups.world[0]``; what a method does in steps where `is_dense_step`."""
+        """Take the mean by one all-reduce on ``groups.world[0]``; a method does so in steps where `is_dense_step`."""
         own_finite = is_finite(bucket.buffer)
         bucket.buffer.div_(self.topology.world_size)
         self.count_ring(bucket.buffer.nbytes, passes=2)
@@ -162,21 +162,21 @@ class BucketExchange(ABC):
         self.bytes_sent += passes * (world_size - 1) * nbytes // world_size
 
     def put_back(self) -> None:  # noqa: B027
-        """The last step is thrown away: what it sent returns to the residual. Nothing where there is no residual."""
+        """Put back into the residual what the last step sent: it is thrown away. Do nothing where there is no residual."""
 
     def residual_norm(self) -> float:
-        """L2 norm of what this rank holds back, in units of the unscaled gradient; 0 where there is no residual."""
+        """Return the L2 norm of what this rank holds back, in units of the unscaled gradient; 0 where there is no residual."""
         return 0.0
 
     def prepare(self, bucket: Bucket) -> bool:
-        """Whether `stages` may start while earlier buckets are in flight; if not, `relayout` is called first."""
+        """Return whether `stages` may start while earlier buckets are in flight; if not, `relayout` is called first."""
         return True
 
     def relayout(self) -> None:  # noqa: B027
         """Make ready for buckets laid out anew. May use ``groups.state``; nothing is in flight."""
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's state: kind ("residual", "velocity", ...) -> parameter name -> tensor; {} where there is none.
+        """Return this rank's state: kind ("residual", "velocity", ...) -> parameter name -> tensor; {} where there is none.
 
         Collective where the state of one rank is spread over its node (it then is the node's, the same on its ranks).
         """
@@ -191,18 +191,20 @@ class BucketExchange(ABC):
 
 
 def together(*works: Waitable | None) -> Pending:
-    """Several works as one, without those that are None."""
+    """Return several works as one, without those that are None."""
     return Pending([work for work in works if work is not None])
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all entries are finite, in one pass where they are."""
+    """Return whether all entries are finite, in one pass where they are."""
     total = tensor.sum(dtype=torch.float32)
     return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
 
 
 def named_parts(layout: BucketLayout, flat: Tensor, *, start: int = 0) -> dict[str, Any]:
-    """`flat` holds elements from `start` of a bucket: per parameter touched, (first element in the parameter, values)."""
+    """Return, per parameter touched, (first element in the parameter, values) of `flat`, which holds elements from `start` of a
+    bucket.
+    """
     parts: dict[str, Any] = {}
     for name, offset, numel in zip(layout.names, layout.offsets, layout.numels, strict=True):
         first, last = max(offset, start), min(offset + numel, start + flat.numel())

@@ -38,7 +38,7 @@ def gather_state(state: State, *, senders: Sequence[int], group: dist.ProcessGro
 
 
 def own_state(saved: Sequence[State], *, position: int, holders: int, numels: Mapping[str, int]) -> State:
-    """The state of holder `position` of `holders`, where `saved` has those of as many or other holders.
+    """Return the state of holder `position` of `holders`, where `saved` has those of as many or other holders.
 
     With another number everyone gets the mean: what the model still has to receive on average stays the same. Raises ValueError
     for unknown parameters or other sizes.

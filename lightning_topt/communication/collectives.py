@@ -27,7 +27,7 @@ class Pending:
         self.works = works
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
@@ -59,7 +59,7 @@ def all_gather_into(
 
 
 def ring_all_gather(rows: Tensor, local: Tensor, *, group: dist.ProcessGroup | None = None) -> Any:
-    """Every rank's `local` (n,) in `rows` (world size, n), around a ring: each rank sends only to the next.
+    """Return every rank's `local` (n,) in `rows` (world size, n), around a ring: each rank sends only to the next.
 
     On a network between nodes each link carries (world size - 1) * n; the trees of `all_gather_into` carry more. Returns
     something to `wait` for.
@@ -99,10 +99,10 @@ def reduce_scatter_into(
 
 
 class AllGather:
-    """`all_gather_into` in the form that FSDP2's ``set_custom_all_gather`` takes."""
+    """`AllGather` is `all_gather_into` in the form that FSDP2's ``set_custom_all_gather`` takes."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the result."""
+        """Return memory for the result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -113,10 +113,10 @@ class AllGather:
 
 
 class ReduceScatter:
-    """`reduce_scatter_into` in the form that FSDP2's ``set_custom_reduce_scatter`` takes."""
+    """`ReduceScatter` is `reduce_scatter_into` in the form that FSDP2's ``set_custom_reduce_scatter`` takes."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the result."""
+        """Return memory for the result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -1,4 +1,4 @@
-"""How kernels are compiled: by Numba, without the GIL, kept on disk where that can be written."""
+"""Kernels are compiled by Numba, without the GIL, and kept on disk where that can be written."""
 
 from __future__ import annotations
 

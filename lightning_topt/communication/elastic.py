@@ -24,7 +24,7 @@ NAME = "lightning_topt/attempt"
 
 
 def shares_store_between_attempts() -> bool:
-    """Whether torchrun started this rank, may start it again, and then gives it the same store."""
+    """Return whether torchrun started this rank, may start it again, and then gives it the same store."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
 

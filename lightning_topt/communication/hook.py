@@ -101,7 +101,7 @@ class CompressedExchange:
         return self._needed().worker.monitor
 
     def step_skipped(self) -> None:
-        """The last step's gradients were thrown away (by a GradScaler): what was sent returns to the residual."""
+        """Put back into the residual what was sent: the last step's gradients were thrown away (by a GradScaler)."""
         self._needed().put_back()
 
     def check_parameters(self) -> None:
@@ -109,7 +109,7 @@ class CompressedExchange:
         self._needed().check_parameters()
 
     def statistics(self, *, reset: bool = True) -> ExchangeStatistics:
-        """What was exchanged since the last reset."""
+        """Return what was exchanged since the last reset."""
         module = self._needed()
         steps, sent, dense, busy = now = (
             module.step,
@@ -143,7 +143,7 @@ class CompressedExchange:
         return {"step": module.step, "method": self.options.method, "ranks": ranks}
 
     def own_state_dict(self) -> dict[str, Any]:
-        """This rank's part of `state_dict`: its entry of `ranks` as `state`, and which of the `holders` entries that is.
+        """Return this rank's part of `state_dict`: its entry of `ranks` as `state`, and which of the `holders` entries that is.
 
         `position` is None, and `state` empty, where another rank of the node has it.
         """

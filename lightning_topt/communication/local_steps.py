@@ -188,7 +188,7 @@ class LocalSteps:
 
     @property
     def statistics(self) -> LocalStepsStatistics:
-        """What was exchanged so far."""
+        """The statistics of what was exchanged so far."""
         world_size = dist.get_world_size(self.group)
         nbytes = sum(tensor.nbytes for tensor in self.parameters.tensors.values())
         return LocalStepsStatistics(
@@ -201,7 +201,8 @@ class LocalSteps:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's outer state, by parameter name; not collective. Residuals differ between ranks: save one state per rank.
+        """Return this rank's outer state, by parameter name; not collective. Residuals differ between ranks: save one state per
+        rank.
 
         Between outer steps the parameters differ as well; `synchronize` first to save one set for all.
         """

@@ -32,7 +32,7 @@ FLAT: dict[str, type[BucketExchange]] = {
 
 
 def is_hierarchical(options: ExchangeOptions, *, topology: Topology) -> bool:
-    """Whether gradients are summed inside each node first."""
+    """Return whether gradients are summed inside each node first."""
     if options.hierarchical is not None:
         return options.hierarchical
     return options.method in ("topk", "dense") and topology.num_nodes > 1 and topology.ranks_per_node > 1

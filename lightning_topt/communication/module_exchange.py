@@ -168,7 +168,7 @@ class ModuleExchange:
         return layout
 
     def put_back(self) -> None:
-        """The last step was thrown away; what it sent returns to the residual. Twice is once."""
+        """Put back into the residual what the last step sent: that step was thrown away. Twice is once."""
         self.finish_step()
         self.exchange.put_back()
 
@@ -177,7 +177,7 @@ class ModuleExchange:
         check_equal_parameters(self.parameters, group=self.groups.state, step=self.step)
 
     def exposed_seconds(self, *, reset: bool) -> float:
-        """How long the training thread waited for gradients since the last reset."""
+        """Return how long the training thread waited for gradients since the last reset."""
         self.exposed += sum(max(0.0, self.streams.seconds_between(start, stop)) for start, stop in self.waits)
         self.waits.clear()
         seconds = self.exposed

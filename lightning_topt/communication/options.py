@@ -1,4 +1,4 @@
-"""What a user may say about the exchange of gradients, checked once."""
+"""This is what a user may say about the exchange of gradients, checked once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LinkCosts:
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """How gradients travel; all ranks must say the same.
+    """`ExchangeOptions` say how gradients travel; all ranks must say the same.
 
     - ``method``: "topk", "dense", "bf16", "fp16", "powersgd" or "sign";
     - ``density``: the fraction of a bucket's entries that each node sends, in (0, 1];
@@ -99,11 +99,11 @@ class ExchangeOptions:
                 )
 
     def is_dense_step(self, step: int) -> bool:
-        """Whether step `step` (from 0) sends everything."""
+        """Return whether step `step` (from 0) sends everything."""
         return self.method == "dense" or step < self.dense_steps
 
     def density_at(self, step: int) -> float:
-        """The density of step `step` (from 0): 1 for dense steps, then the warm-up, then `density`."""
+        """Return the density of step `step` (from 0): 1 for dense steps, then the warm-up, then `density`."""
         if self.method != "topk" or self.is_dense_step(step):
             return 1.0
         start = max(WARMUP_DENSITY, self.density)

@@ -34,12 +34,12 @@ class NamedTensors:
         self.numel = sum(tensor.numel() for tensor in self.tensors.values())
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Name -> view of `flat` (n,) in the tensor's shape."""
+        """Return name -> view of `flat` (n,) in the tensor's shape."""
         parts = torch.split(flat, [tensor.numel() for tensor in self.tensors.values()])
         return {name: part.view(self.tensors[name].shape) for name, part in zip(self.tensors, parts, strict=True)}
 
     def read(self) -> Tensor:
-        """The tensors, copied to a new flat vector (n,)."""
+        """Return the tensors, copied to a new flat vector (n,)."""
         flat = [tensor.detach().reshape(-1).float() for tensor in self.tensors.values()]
         return torch.cat(flat) if flat else torch.empty(0)
 
@@ -50,7 +50,7 @@ class NamedTensors:
                 self.tensors[name].copy_(part)
 
     def subtract_from(self, flat: Tensor) -> Tensor:
-        """`flat` (n,), rounded to the tensors' dtypes, minus the tensors: a new vector, how far they have gone from it."""
+        """Return `flat` (n,), rounded to the tensors' dtypes, minus the tensors: a new vector, how far they went from it."""
         result = flat.clone()
         with torch.no_grad():
             for name, part in self.split(result).items():
@@ -79,7 +79,7 @@ class MeanOverRanks(ABC):
 
     @abstractmethod
     def mean(self, delta: Tensor, *, wait: Wait) -> Tensor:
-        """The mean of the ranks' finite `delta` (n,), in the memory of `delta`."""
+        """Return the mean of the ranks' finite `delta` (n,), in the memory of `delta`."""
 
     def count_ring(self, nbytes: int, *, passes: int) -> None:
         """Count a gather of `nbytes` in all (`passes` 1) or an all-reduce of `nbytes` (2)."""
@@ -90,7 +90,7 @@ class DenseMean(MeanOverRanks):
     """One all-reduce in `value_dtype`; what rounding takes away is lost."""
 
     def mean(self, delta: Tensor, *, wait: Wait) -> Tensor:
-        """All of it."""
+        """Return the mean of all of it."""
         message = delta.div_(self.world_size).to(self.value_dtype)
         self.count_ring(message.nbytes, passes=2)
         wait(dist.all_reduce(message, group=self.group, async_op=True))
@@ -108,7 +108,7 @@ class SparseMean(MeanOverRanks):
         self.form = MessageFormat(residual.numel(), k, value_dtype)
 
     def mean(self, delta: Tensor, *, wait: Wait) -> Tensor:
-        """Decoded in rank order."""
+        """Return the mean, decoded in rank order."""
         self.residual.mul_(self.decay)
         chosen = feedback_top_k(delta, self.residual, self.form.k)
         values = self.form.round(chosen.values)
@@ -126,7 +126,7 @@ class SparseMean(MeanOverRanks):
 
 
 def outer_update(anchor: Tensor, mean: Tensor, *, momentum: Tensor | None, coefficient: float, rate: float) -> None:
-    """One step of SGD on `anchor` (n,) with `mean` as gradient, with Nesterov momentum where there is `momentum` (n,).
+    """Take one step of SGD on `anchor` (n,) with `mean` as gradient, with Nesterov momentum where there is `momentum` (n,).
 
     `mean` is used up.
     """

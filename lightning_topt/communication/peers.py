@@ -1,4 +1,4 @@
-"""Which rank is gone: the survivors of a failed collective sign in at the job's store."""
+"""The survivors of a failed collective sign in at the job's store, to find which rank is gone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PeerMonitor:
         self.reachable = True
 
     def look(self) -> bool:
-        """Whether another rank reported a failure; asks the store at most every `POLL_SECONDS`."""
+        """Return whether another rank reported a failure; asks the store at most every `POLL_SECONDS`."""
         if not self.reachable or time.monotonic() - self.looked < POLL_SECONDS:
             return False
         self.looked = time.monotonic()
@@ -81,7 +81,8 @@ class PeerMonitor:
 
 @dataclass(frozen=True)
 class Survivors:
-    """What the ranks said when one asked: where those are that did not fail themselves, and with which error others ended.
+    """`Survivors` are what the ranks said when one asked: where those are that did not fail themselves, and with which error
+    others ended.
 
     `missing` gave no answer; `fates` has what is known of their processes.
     """
@@ -129,7 +130,7 @@ def describe_lost(found: Survivors, *, rank: int, cause: str) -> str:
 
 
 def ranks_that(flag: bool, *, store: Store, rank: int, world_size: int, key: str, seconds: float) -> list[int]:
-    """The ranks with a true `flag`; all ranks call this with the same, unused `key`. DistStoreError after `seconds`."""
+    """Return the ranks with a true `flag`; all ranks call this with the same, unused `key`. DistStoreError after `seconds`."""
     store.set(f"{key}/{rank}", "1" if flag else "0")
     keys = [f"{key}/{other}" for other in range(world_size)]
     store.wait(keys, timedelta(seconds=seconds))

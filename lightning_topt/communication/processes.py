@@ -14,7 +14,9 @@ INSTALLED = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<f
 
 
 def process_state(process: int) -> tuple[str, str]:
-    """The state of `process` (a letter of /proc: R, S, T, Z, ...) and its start in ticks since boot; both empty without one."""
+    """Return the state of `process` (a letter of /proc: R, S, T, Z, ...) and its start in ticks since boot; both empty without
+    one.
+    """
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -23,13 +25,15 @@ def process_state(process: int) -> tuple[str, str]:
 
 
 def process_start(process: int) -> str:
-    """When `process` started, in ticks since boot; empty where it has ended, even if its parent does not know yet."""
+    """Return when `process` started, in ticks since boot; empty where it has ended, even if its parent does not know yet."""
     state, started = process_state(process)
     return "" if state in "ZX" else started
 
 
 def own_identity() -> str:
-    """This process as text that another process of the machine finds it by: boot, space of process numbers, number, start."""
+    """Return this process as text that another one of the machine finds it by: boot, space of process numbers, number,
+    start.
+    """
     boot = space = ""
     with contextlib.suppress(OSError):  # another system than Linux
         boot, space = BOOT.read_text().strip(), os.readlink(PROCESS_SPACE)
@@ -37,7 +41,9 @@ def own_identity() -> str:
 
 
 def fate_of(identity: str) -> str:
-    """What has become of the process with that `own_identity`: that it has ended or is stopped; empty if neither is known."""
+    """Return what became of the process with that `own_identity`: that it has ended or is stopped; empty if neither is
+    known.
+    """
     here, there = own_identity().split(), identity.split()
     if len(there) != 4 or there[:2] != here[:2] or "-" in there:
         return ""
@@ -48,7 +54,7 @@ def fate_of(identity: str) -> str:
 
 
 def position_of_main_thread() -> str:
-    """The innermost line of code of the user's that the main thread is at, as ``file.py:12 in function``; empty if none."""
+    """Return the innermost line of the user's code that the main thread is at, as ``file.py:12 in function``; empty if none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     package = str(Path(__file__).parents[1])
     while frame is not None:

@@ -54,14 +54,14 @@ Request = Callable[[], Any]
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether `error` is of a collective call that failed because of another rank, the network or the time limit."""
+    """Return whether `error` is of a collective call that failed because of another rank, the network or the time limit."""
     if isinstance(error, PeerLostError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and OF_COLLECTIVES.search(str(error)) is not None
 
 
 def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
-    """How long a collective call on `group` (None: all ranks) may take; None where its backend does not say."""
+    """Return how long a collective call on `group` (None: all ranks) may take; None where its backend does not say."""
     group = group or dist.group.WORLD
     if group is None:
         return None
@@ -73,13 +73,13 @@ def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
 
 
 def within_limit(seconds: float, *, group: dist.ProcessGroup | None = None) -> float:
-    """`seconds`, or the time limit of `group` where that is shorter."""
+    """Return `seconds`, or the time limit of `group` where that is shorter."""
     limit = time_limit(group)
     return seconds if limit is None else min(seconds, limit.total_seconds())
 
 
 def watch_ranks() -> RankWatch | None:
-    """The watch over all ranks of the default process group, made alike on all of them; None for a rank that is alone."""
+    """Return the watch over all ranks of the default process group, made alike on all; None for a rank that is alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     store = PrefixStore(f"lightning_topt/watch/{next(_made)}", _get_default_store().clone())  # type: ignore[attr-defined]  # missing in the stubs
@@ -130,7 +130,7 @@ class RankWatch:
         self._thread.join(timeout=STORE_SECONDS)
 
     def _ask(self, request: Request, *, seconds: float) -> Any:
-        """What `request` returns in the watch's thread; None where the store does not answer in `seconds`."""
+        """Return what `request` returns in the watch's thread; None where the store does not answer in `seconds`."""
         answer: Future[Any] = Future()
 
         def run() -> None:
@@ -164,7 +164,7 @@ def _serve(answering: _Answering, requests: queue.SimpleQueue[Request | None]) -
 
 @dataclass
 class _Answering:
-    """What the thread does; it alone touches `store`."""
+    """An `_Answering` is what the thread does; it alone touches `store`."""
 
     store: Store
     rank: int
@@ -222,7 +222,7 @@ class _Answering:
                 self.reachable = False
 
     def host(self) -> str:
-        """Who is gone with the store."""
+        """Say who is gone with the store."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "the job's store does not answer: torchrun, which hosts it, is gone or stopped on the first node"
         fate, waited = fate_of(self.host_identity), 0.0

@@ -1,4 +1,4 @@
-"""What differs between devices in a thread that exchanges buckets: nothing on CPU, one side stream on CUDA."""
+"""Streams are what differs between devices in a thread that exchanges buckets: nothing on CPU, one side stream on CUDA."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ class Streams(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """Where the calling thread is now, for `after`."""
+        """Mark where the calling thread is now, for `after`."""
 
     @abstractmethod
     def after(self, mark: Any) -> None:
-        """The worker's next operations start when `mark` has been reached."""
+        """Let the worker's next operations start when `mark` has been reached."""
 
     @abstractmethod
     def worker(self) -> AbstractContextManager[Any]:
-        """Around everything that the worker does."""
+        """Return the context around everything that the worker does."""
 
     @abstractmethod
     def future(self) -> torch.futures.Future[torch.Tensor]:
-        """A future whose waiters wait for what the worker had issued when it was completed."""
+        """Return a future whose waiters wait for what the worker had issued when it was completed."""
 
     @abstractmethod
     def seconds_between(self, start: Any, stop: Any) -> float:
-        """Seconds from one mark to another; waits for both."""
+        """Return the seconds from one mark to another; waits for both."""
 
 
 class HostStreams(Streams):
     """CPU: operations are done when they return."""
 
     def mark(self) -> float:
-        """The time."""
+        """Return the time."""
         return perf_counter()
 
     def after(self, mark: float) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def worker(self) -> AbstractContextManager[Any]:
-        """Nothing to set."""
+        """Return an empty context: there is nothing to set."""
         return nullcontext()
 
     def future(self) -> torch.futures.Future[torch.Tensor]:
-        """A plain future."""
+        """Return a plain future."""
         return torch.futures.Future()
 
     def seconds_between(self, start: float, stop: float) -> float:
-        """Their difference."""
+        """Return their difference."""
         return stop - start
 
 
@@ -64,7 +64,7 @@ class CudaStreams(Streams):
         self.device, self.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
-        """An event on the calling thread's stream."""
+        """Return an event on the calling thread's stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -74,20 +74,20 @@ class CudaStreams(Streams):
         self.stream.wait_event(mark)
 
     def worker(self) -> AbstractContextManager[Any]:
-        """The worker's stream is the current one, on its device."""
+        """Return the context in which the worker's stream is the current one, on its device."""
         return torch.cuda.stream(self.stream)
 
     def future(self) -> torch.futures.Future[torch.Tensor]:
-        """A future that records the worker's stream when completed."""
+        """Return a future that records the worker's stream when completed."""
         return torch.futures.Future(devices=[self.device])
 
     def seconds_between(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        """Measured on the device, once it has passed both."""
+        """Return the seconds measured on the device, once it has passed both."""
         start.synchronize()
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 
 
 def make_streams(device: torch.device) -> Streams:
-    """The streams of a device."""
+    """Return the streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()

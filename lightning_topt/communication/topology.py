@@ -1,4 +1,4 @@
-"""Which ranks share a node, and the process groups that an exchange uses."""
+"""A topology says which ranks share a node, and groups are the process groups that an exchange uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Topology:
-    """`num_nodes` nodes of `ranks_per_node` ranks, numbered node by node; `rank` is this one."""
+    """A topology has `num_nodes` nodes of `ranks_per_node` ranks, numbered node by node; `rank` is this one."""
 
     num_nodes: int
     ranks_per_node: int
@@ -29,7 +29,7 @@ class Topology:
 
     @classmethod
     def from_environment(cls, *, rank: int, world_size: int, environment: Mapping[str, str] | None = None) -> Topology:
-        """What torchrun (LOCAL_WORLD_SIZE) or SLURM (SLURM_NTASKS_PER_NODE, SLURM_NNODES) says; else all on one node.
+        """Return what torchrun (LOCAL_WORLD_SIZE) or SLURM (SLURM_NTASKS_PER_NODE, SLURM_NNODES) says; else all on one node.
 
         Raises ValueError where `world_size` is not a multiple of the ranks per node.
         """

@@ -105,7 +105,7 @@ def measure_kernels(
     budget_seconds: float = 2.0,
     known: Collection[KernelKey] = (),
 ) -> dict[KernelKey, float]:
-    """Seconds of the graph's kernels on `device` at ``graph.batch_size``, those expected to cost most first.
+    """Return the seconds of the graph's kernels on `device` at ``graph.batch_size``, those expected to cost most first.
 
     Collective: all ranks measure the same kernels at the same time. It ends when `budget_seconds` are over, or up to twice
     that later, once what is left is expected to be less than a tenth of the step. Left out are kernels that cannot be made

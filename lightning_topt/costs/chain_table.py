@@ -146,7 +146,7 @@ class ChainTable:
         return self.edges[n] if self.edges else None
 
     def evaluate(self, plans: NDArray[np.intp]) -> tuple[Array, Array]:
-        """(step_seconds, peak_bytes) (n,) of `plans` (n, block): indices of configurations."""
+        """Return (step_seconds, peak_bytes) (n,) of `plans` (n, block): indices of configurations."""
         shape = len(self.order), len(plans)
         chosen = {
             name: np.array([self.block(n).cost(name)[plans[:, n]] for n in range(shape[0])]).reshape(shape)
@@ -170,7 +170,7 @@ class ChainTable:
 
     @staticmethod
     def _network_seconds(seconds: Array, backward: Array, exchange: Array) -> Array:
-        """(n,) when the last exchange is over."""
+        """Return the seconds (n,) when the last exchange is over."""
         finished = np.full_like(seconds, -np.inf)
         for n in range(len(backward) - 1, -1, -1):
             ready = seconds - backward[:n].sum(axis=0)
@@ -179,6 +179,6 @@ class ChainTable:
 
     @staticmethod
     def _moving_bytes(kept: Array, late: Array, hump: Array) -> Array:
-        """(n,) largest while a block runs, above what is static."""
+        """Return the most bytes (n,) while a block runs, above what is static."""
         peaks = [kept[:n].sum(axis=0) + hump[n] + late[n + 1 :].sum(axis=0) for n in range(len(hump))]
         return np.asarray(np.max(peaks, axis=0)) if peaks else np.zeros(hump.shape[1])

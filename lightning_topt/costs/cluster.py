@@ -66,13 +66,13 @@ class Device:
             raise ClusterError("device: memory_bytes, memory_bandwidth and every rate in flops must be positive")
 
     def flops_of(self, dtype: str) -> float:
-        """FLOP/s of matrix products of `dtype`."""
+        """Return the FLOP/s of matrix products of `dtype`."""
         return self.flops.get(dtype, self.flops["float32"])
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank gets of a network: seconds before the first byte, then bytes per second."""
+    """A link is what one rank gets of a network: seconds before the first byte, then bytes per second."""
 
     latency_seconds: float
     bandwidth: float
@@ -126,7 +126,7 @@ class Cluster:
         return self.devices_per_node * self.num_nodes
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values in base units, as `save` writes them."""
+        """Return plain values in base units, as `save` writes them."""
         data = dataclasses.asdict(dataclasses.replace(self, collectives={}))
         data["collectives"] = [
             {"op": op, "group_size": size, "stride": stride, "bytes": [*curve.sizes], "seconds": [*curve.seconds]}

@@ -24,7 +24,7 @@ class CollectiveCurve:
             raise ValueError("a measured collective needs positive seconds and strictly ascending positive bytes")
 
     def seconds_at(self, size: float) -> float:
-        """Log-log interpolation; below the smallest size its time, above the largest its bandwidth."""
+        """Interpolate log-log; below the smallest size take its time, above the largest its bandwidth."""
         if size <= self.sizes[0]:
             return self.seconds[0]
         if size >= self.sizes[-1]:

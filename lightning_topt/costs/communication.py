@@ -31,7 +31,7 @@ from lightning_topt.costs.groups import Group
 
 
 def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, group: Group) -> float:
-    """Seconds of `op` on a tensor of `size` bytes in every group like `group` at the same time.
+    """Return the seconds of `op` on a tensor of `size` bytes in every group like `group` at the same time.
 
     `size` counts the whole tensor. 0 for one rank or no bytes. Raises ValueError for an unknown `op` and for groups that
     need more ranks than the cluster has devices.
@@ -76,7 +76,7 @@ def bottleneck_link(cluster: Cluster, *, group: Group) -> Link:
 
 
 def ring_seconds(op: str, *, size: float, ranks: int, link: Link) -> float:
-    """The formula of `op`, any but all_to_all, on `size` bytes; see the table above."""
+    """Return the formula of `op`, any but all_to_all, on `size` bytes; see the table above."""
     if op in ("broadcast", "send_recv"):
         hops = math.ceil(math.log2(ranks)) if op == "broadcast" else 1
         return hops * link.latency_seconds + size / link.bandwidth
@@ -85,7 +85,7 @@ def ring_seconds(op: str, *, size: float, ranks: int, link: Link) -> float:
 
 
 def all_to_all_seconds(cluster: Cluster, *, size: float, group: Group) -> float:
-    """The formula of all_to_all: every rank sends a part to each other one, those on its node over `intra`."""
+    """Return the formula of all_to_all: every rank sends a part to each other one, those on its node over `intra`."""
     part = size / group.size**2
     near = group.ranks_on_node(cluster.devices_per_node)
     seconds = (near - 1) * (cluster.intra.latency_seconds + part / cluster.intra.bandwidth)

@@ -28,19 +28,19 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def kernel_key(kernel: Kernel) -> KernelKey:
-    """What identifies a kernel's measurement: its name and arguments."""
+    """Return what identifies a kernel's measurement: its name and arguments."""
     return kernel.name, json.dumps(kernel.arguments, sort_keys=True)
 
 
 def roofline_seconds(kernel: Kernel, *, batch_size: float, device: Device) -> float:
-    """Seconds of one call at `batch_size` samples: bound by arithmetic or by memory, whichever takes longer."""
+    """Return the seconds of one call at `batch_size` samples: bound by arithmetic or by memory, whichever takes longer."""
     arithmetic = max(kernel.flops.at(batch_size), 0.0) / device.flops_of(kernel_dtype(kernel))
     traffic = max(kernel.bytes.at(batch_size), 0.0) / device.memory_bandwidth
     return max(arithmetic, traffic) + device.op_overhead_seconds
 
 
 def kernel_dtype(kernel: Kernel) -> str:
-    """The first floating-point dtype among the arguments; float32 when there is none."""
+    """Return the first floating-point dtype among the arguments; float32 when there is none."""
     return next((text for text in _texts(kernel.arguments) if text in DTYPES), "float32")
 
 
@@ -52,7 +52,7 @@ def estimate_kernel_seconds(
     measured: Mapping[KernelKey, float] | None = None,
     measured_batch_size: float | None = None,
 ) -> float:
-    """Seconds of one call at `batch_size`.
+    """Return the seconds of one call at `batch_size`.
 
     `measured` holds seconds by `kernel_key` at `measured_batch_size` samples (None: at `batch_size`); a measurement
     beats the formula and is scaled by the ratio of the rooflines.
@@ -75,7 +75,7 @@ def estimate_kernels_seconds(
     measured: Mapping[KernelKey, float] | None = None,
     measured_batch_size: float | None = None,
 ) -> float:
-    """Seconds of all calls (`count` times each), one after another."""
+    """Return the seconds of all calls (`count` times each), one after another."""
     return sum(
         kernel.count
         * estimate_kernel_seconds(
@@ -97,7 +97,8 @@ def estimate_pass_seconds(
     measured: Mapping[KernelKey, float] | None = None,
     measured_batch_size: float | None = None,
 ) -> float:
-    """Seconds of the forward or the backward pass of a block whose kernels are `kernels`, with the host that issues them.
+    """Return the seconds of the forward or the backward pass of a block whose kernels are `kernels`, with the host that issues
+    them.
 
     Give whole blocks: a host that is late for one operator may be ahead again at the next.
     """
@@ -111,7 +112,9 @@ def estimate_pass_seconds(
 
 
 def host_bound_seconds(device_seconds: float, *, host_seconds: float, sharpness: float = SHARPNESS) -> float:
-    """Seconds of work that takes a device `device_seconds`, and a host that runs ahead of it `host_seconds` to issue."""
+    """Return the seconds of work that takes a device `device_seconds`, and a host that runs ahead of it `host_seconds` to
+    issue.
+    """
     longer = max(device_seconds, host_seconds)
     if longer <= 0:
         return 0.0

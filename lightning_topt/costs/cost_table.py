@@ -65,7 +65,7 @@ class CostTable:
             _check(f"{edge.source} -> {edge.target}", edge.bytes, (*between, *self.fixed_bytes.shape))
 
     def evaluate(self, choice: Mapping[str, int] | Sequence[int]) -> tuple[float, float]:
-        """(step_seconds, peak_bytes) of the plan that gives each operator the configuration index in `choice`."""
+        """Return (step_seconds, peak_bytes) of the plan that gives each operator the configuration index in `choice`."""
         if not isinstance(choice, Mapping):
             choice = {operator.name: index for operator, index in zip(self.operators, choice, strict=True)}
         seconds, size = self.fixed_seconds.copy(), self.fixed_bytes.copy()

@@ -61,12 +61,12 @@ class ExchangeModel:
         return _COMPILED_BYTES if self.cluster.device.process_bytes and self.options.method in _COMPILED else 0
 
     def device_seconds(self, block: str) -> float:
-        """Seconds of passes over memory and of products of matrices."""
+        """Return the seconds of passes over memory and of products of matrices."""
         work, device = self.work[block], self.cluster.device
         return max(work.moved / device.memory_bandwidth, work.flops / device.flops_of("float32"))
 
     def worker_seconds(self, block: str) -> float:
-        """Seconds of starting kernels and on the network."""
+        """Return the seconds of starting kernels and on the network."""
         return self.work[block].calls * self.cluster.device.op_overhead_seconds + self._network_seconds(block)
 
     def _network_seconds(self, block: str) -> float:
@@ -97,7 +97,7 @@ class ExchangeModel:
 def make_exchange_model(
     options: ExchangeOptions, *, graph: OpGraph, cluster: Cluster, world_size: int
 ) -> ExchangeModel:
-    """The model of `options` on `world_size` ranks packed node by node.
+    """Return the model of `options` on `world_size` ranks packed node by node.
 
     Raises ValueError for what is not among `legal_exchanges`.
     """
@@ -112,7 +112,7 @@ def make_exchange_model(
 
 
 def legal_exchanges(options: ExchangeOptions, *, cluster: Cluster, world_size: int) -> tuple[ExchangeOptions, ...]:
-    """What `options` leave open on `world_size` ranks, with `hierarchical` decided; both where it is None.
+    """Return what `options` leave open on `world_size` ranks, with `hierarchical` decided; both where it is None.
 
     Hierarchical: on several nodes of several ranks. Dense without it is what DDP does by itself and not among them.
     """
@@ -133,7 +133,7 @@ def _ranks_per_node(cluster: Cluster, world_size: int) -> int:
 
 
 def exempt_parameters(graph: OpGraph, rules: Sequence[str]) -> frozenset[str]:
-    """Names of the parameters that `rules` exempt, as `compressors.exempt.exempt_names` finds them in a module."""
+    """Return the names of the parameters that `rules` exempt, as `compressors.exempt.exempt_names` finds them in a module."""
     kinds: dict[str, set[str]] = {}
     for op in graph.ops:
         for name in op.parameters:

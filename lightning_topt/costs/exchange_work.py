@@ -1,4 +1,4 @@
-"""What a compressed exchange of one block's gradients takes: passes over memory, collectives, bytes held.
+"""A compressed exchange of one block's gradients takes passes over memory, collectives, and bytes held.
 
 n gradient elements, s bytes of one; W ranks = m nodes x l; k entries and b bytes of a message (`wire.MessageFormat`); R rank of
 PowerSGD's factors P and Q. A block counts as one bucket. The bytes are those that the passes of `communication` move:
@@ -45,7 +45,7 @@ _ENCODE_CALLS, _DECODE_CALLS, _MATRIX_CALLS = 16, 10, 8  # kernels for one messa
 
 @dataclass(frozen=True)
 class Work:
-    """What exchanging the gradients of one block takes on each rank.
+    """`Work` is what exchanging the gradients of one block takes on each rank.
 
     `moved` bytes are read and written by `calls` kernels that do `flops`. `collectives` run one after another: (where, op,
     bytes of the whole tensor), where is "world", "node" or "across"; the all-reduce of `exempt_bytes` over all ranks runs
@@ -95,7 +95,7 @@ class BlockGradients:
 
 
 def exchange_work(gradients: BlockGradients, options: ExchangeOptions, *, topology: Topology) -> Work:
-    """The work of a step in which `options` compress (not of the first, dense ones)."""
+    """Return the work of a step in which `options` compress (not of the first, dense ones)."""
     return _WORK[options.method, bool(options.hierarchical)](gradients, options, topology)
 
 

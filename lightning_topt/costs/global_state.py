@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def kept_global_state() -> Iterator[None]:
-    """Plain training modes inside; all generators and modes as before afterwards.
+    """Set plain training modes inside; all generators and modes are as before afterwards.
 
     The states of Python's, NumPy's and torch's default generators (of CUDA: all devices, if it is in use) are put back.
     Inside, gradients are enabled, inference mode and autocast are off and the default dtype is float32: what is measured

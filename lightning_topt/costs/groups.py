@@ -1,4 +1,5 @@
-"""Which ranks exchange with one another: every `stride`-th one; and the groups that the meshes of so many ranks have.
+"""Groups say which ranks exchange with one another: every `stride`-th one; here are also the groups that the meshes of so many
+ranks have.
 
 On two nodes of four devices:
 
@@ -20,7 +21,7 @@ _MOST_GROUPS = 32
 
 @dataclass(frozen=True)
 class Group:
-    """`size` ranks of distance `stride`; the groups of a mesh axis fill all ranks and work at the same time.
+    """A group is `size` ranks of distance `stride`; the groups of a mesh axis fill all ranks and work at the same time.
 
     Raises ValueError for numbers below 1.
     """
@@ -38,15 +39,15 @@ class Group:
         return self.size * self.stride
 
     def is_inside(self, devices_per_node: int) -> bool:
-        """Whether all its ranks share a node of so many devices, where a node begins with a group."""
+        """Return whether all its ranks share a node of so many devices, where a node begins with a group."""
         return self.span <= devices_per_node
 
     def ranks_on_node(self, devices_per_node: int) -> int:
-        """The number of its ranks that share a node."""
+        """Return the number of its ranks that share a node."""
         return self.size if self.is_inside(devices_per_node) else max(devices_per_node // self.stride, 1)
 
     def groups_on_node(self, devices_per_node: int) -> int:
-        """The number of groups of this kind that a node has ranks of, where the group crosses nodes."""
+        """Return the number of groups of this kind that a node has ranks of, where the group crosses nodes."""
         return min(self.stride, devices_per_node)
 
 

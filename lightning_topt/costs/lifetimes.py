@@ -39,7 +39,9 @@ BACKWARD = ("gather_backward", "prefetch_backward", "backward", "reduce")
 
 @dataclass(frozen=True)
 class Lifetime:
-    """`bytes` of `kind`, alive from the phase `first` to `last`, both included; never when `last` is earlier."""
+    """A `Lifetime` is `bytes` of `kind`, alive from the phase `first` to `last`, both included; never when `last` is
+    earlier.
+    """
 
     kind: str
     bytes: float

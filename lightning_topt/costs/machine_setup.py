@@ -1,4 +1,4 @@
-"""What a measurement depends on: machines, their ranks, versions and settings. Equal set-ups may share measurements."""
+"""A measurement depends on machines, their ranks, versions and settings. Equal set-ups may share measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_MATTER = ("CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS")
 
 
 def describe_setup(device: torch.device, *, num_nodes: int) -> dict[str, Any]:
-    """The set-up as JSON values, the same on all ranks. Collective.
+    """Return the set-up as JSON values, the same on all ranks. Collective.
 
     Machines with their processors, devices and threads per rank; ranks and nodes; backend; versions of torch and of this
     package; a hash of the environment variables that matter; settings of torch.

@@ -63,7 +63,7 @@ class CollectiveTimer:
 
 @contextmanager
 def process_groups(groups: Sequence[Group]) -> Iterator[ProcessGroups]:
-    """This rank's process group of each kind in `groups`, as long as the context lasts. Collective.
+    """Yield this rank's process group of each kind in `groups`, as long as the context lasts. Collective.
 
     All ranks make all groups of a kind, those beside their own too, as torch demands.
     """
@@ -84,7 +84,7 @@ def process_groups(groups: Sequence[Group]) -> Iterator[ProcessGroups]:
 def collective_timers(
     groups: ProcessGroups, *, ops: Collection[str], device: torch.device, budgets: Mapping[Group, float]
 ) -> dict[CurveKey, CollectiveTimer]:
-    """A timer of each of `ops` in each kind of group, for which all of them together have the seconds in `budgets`.
+    """Return a timer of each of `ops` in each kind of group, for which all of them together have the seconds in `budgets`.
 
     all_gather and reduce_scatter are those that sharded plans run (`communication.collectives`).
     """
@@ -104,14 +104,14 @@ def collective_timers(
 
 
 def curve(points: Mapping[Any, float]) -> CollectiveCurve:
-    """The curve through seconds by size. A larger message never takes less time; what says otherwise is noise."""
+    """Return the curve through seconds by size. A larger message never takes less time; what says otherwise is noise."""
     sizes = sorted(points)
     seconds = np.maximum.accumulate([points[size] for size in sizes])
     return CollectiveCurve(tuple(sizes), tuple(float(value) for value in seconds))
 
 
 def fit_link(curves: Mapping[CurveKey, CollectiveCurve], group: Group) -> Link:
-    """The link whose ring formula gives the smallest and the largest measured all_reduce in groups like `group`."""
+    """Return the link whose ring formula gives the smallest and the largest measured all_reduce in groups like `group`."""
     found = curves.get(("all_reduce", group.size, group.stride))
     if found is None:  # one rank: no exchange will ever be estimated
         return Link(latency_seconds=0.0, bandwidth=1.0)
@@ -123,7 +123,7 @@ def fit_link(curves: Mapping[CurveKey, CollectiveCurve], group: Group) -> Link:
 
 
 def measure_overlap(device: torch.device, *, all_reduce: CollectiveCurve | None, budget_seconds: float) -> float:
-    """Share of an all_reduce that runs beside matrix products which take about as long: the least of several rounds.
+    """Return the share of an all_reduce that runs beside matrix products which take about as long: the least of several rounds.
 
     The message has 4 MiB, less where `all_reduce`, the measured curve, says that this takes more than 50 ms; 0 for a single
     rank, which has no curve. Collective.
@@ -176,7 +176,7 @@ def _collective_calls(ranks: int, group: dist.ProcessGroup) -> dict[str, Callabl
         return lambda: dist.all_to_all_single(received, sent, group=group)
 
     def pass_on(whole: Tensor) -> Call:
-        """Every rank to the next one of its group."""
+        """Return a call that sends from every rank to the next one of its group."""
         received, rank = torch.empty_like(whole), dist.get_rank(group)
         send = dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % ranks)
         receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks)

@@ -39,19 +39,21 @@ Entries = dict[str, Entry]
 
 
 def default_directory() -> Path:
-    """Where measurements of this user are kept: ``lightning_topt/measurements`` in the user's cache directory."""
+    """Return where measurements of this user are kept: ``lightning_topt/measurements`` in the user's cache directory."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     caches = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return caches / "lightning_topt" / "measurements"
 
 
 def file_name(setup: Mapping[str, Any]) -> str:
-    """The name of the file for a set-up (of JSON values)."""
+    """Return the name of the file for a set-up (of JSON values)."""
     return hashlib.sha256(json.dumps(setup, sort_keys=True).encode()).hexdigest()[:32] + _SUFFIX
 
 
 def load(directory: Path, setup: Mapping[str, Any]) -> Entries:
-    """The entries for `setup` that are not older than 30 days; none, with a warning, where they cannot be read or trusted."""
+    """Return the entries for `setup` that are not older than 30 days; none, with a warning, where they cannot be read or
+    trusted.
+    """
     try:
         with _opened(directory) as folder:
             return _read(folder, setup)[0]

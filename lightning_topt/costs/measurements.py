@@ -47,7 +47,9 @@ Progress = Callable[[str], None]
 
 
 class Measurements:
-    """What was measured in one set-up; every method but `save` is collective over the default process group."""
+    """`Measurements` are what was measured in one set-up; every method but `save` is collective over the default process
+    group.
+    """
 
     def __init__(
         self,
@@ -101,7 +103,8 @@ class Measurements:
         return None if self.directory is None else self.directory / measurement_store.file_name(self.setup)
 
     def cluster(self) -> Cluster:
-        """The cluster as stored, else as `calibrate` measures it now (about 2 s); with `refresh` all collectives (about 3 s).
+        """Return the cluster as stored, else as `calibrate` measures it now (about 2 s); with `refresh` all collectives (about
+        3 s).
 
         What is stored is measured again where one exchange now takes six times as long as it should, or a sixth.
         """
@@ -116,7 +119,7 @@ class Measurements:
         return cluster
 
     def kernel_seconds(self, graph: OpGraph, *, budget_seconds: float = _KERNELS_SECONDS) -> dict[KernelKey, float]:
-        """Seconds of the graph's kernels by `kernel_key`, as stored, else as `measure_kernels` measures them now.
+        """Return the seconds of the graph's kernels by `kernel_key`, as stored, else as `measure_kernels` measures them now.
 
         A graph is measured once: kernels that could not be made, or for which there was no time, are left out afterwards
         too, so that two starts of one program plan with the same numbers.
@@ -142,7 +145,8 @@ class Measurements:
     def update_seconds(
         self, optimizers: Iterable[Optimizer], *, named_parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> dict[str, float]:
-        """Seconds per element of each parameter's update by name, as stored, else measured now (`measure_update_seconds`).
+        """Return the seconds per element of each parameter's update by name, as stored, else measured now
+        (`measure_update_seconds`).
 
         The optimizers may be those of the training: they stay as they are. Raises OptimizerError for a parameter that is
         not among `named_parameters`, and for an optimizer that cannot be tried on a copy.

@@ -1,4 +1,4 @@
-"""What the user's optimizers keep, move and allocate per parameter, read from the optimizers themselves.
+"""Profiles say what the user's optimizers keep, move and allocate per parameter, read from the optimizers themselves.
 
 Nothing is looked up in a table of optimizers: the same optimizer object is copied onto small real tensors, stepped, and
 watched, so that every option (fused, foreach, momentum, amsgrad, several groups) counts as it is. Only whether the
@@ -46,17 +46,17 @@ class OptimizerProfile:
     seconds_per_element: Mapping[str, float] = field(default_factory=dict)
 
     def state_bytes(self, name: str) -> int:
-        """Bytes of the state of parameter `name`; 0 for one that no optimizer updates."""
+        """Return the bytes of the state of parameter `name`; 0 for one that no optimizer updates."""
         update = self.updates.get(name)
         return 0 if update is None else update.state_bytes
 
     def calls(self, name: str) -> float:
-        """Operator calls of the update of parameter `name`; 0 for one that no optimizer updates."""
+        """Return the operator calls of the update of parameter `name`; 0 for one that no optimizer updates."""
         update = self.updates.get(name)
         return 0.0 if update is None else update.calls
 
     def update_seconds(self, name: str, *, numel: int, device: Device, share: float = 1.0) -> float:
-        """Seconds to update the given share of parameter `name`, which has `numel` elements in all.
+        """Return the seconds to update the given share of parameter `name`, which has `numel` elements in all.
 
         As measured, else bytes moved over bandwidth; 0 for a parameter that no optimizer updates.
         """
@@ -152,7 +152,7 @@ def update_kinds(
 
 @kept_global_state()
 def measure_kind(kind: UpdateKind, *, device: torch.device, budget_seconds: float) -> float:
-    """Seconds per element of the update of `kind`, timed in about `budget_seconds`, but in at least five steps.
+    """Return the seconds per element of the update of `kind`, timed in about `budget_seconds`, but in at least five steps.
 
     A copy is stepped. Raises OptimizerError when its step fails.
     """
@@ -170,7 +170,7 @@ def measure_update_seconds(
     max_numel: int = 1 << 22,
     budget_seconds: float = 0.5,
 ) -> dict[str, float]:
-    """Seconds per element of each parameter's update, by name.
+    """Return the seconds per element of each parameter's update, by name.
 
     Every kind of update (`update_kinds`) is timed, in about `budget_seconds` in all (but at least five steps per kind), on
     copies: optimizers, parameters and random generators stay as they are. Raises OptimizerError as `read_optimizer` does.
@@ -221,7 +221,7 @@ def _option_key(value: Any) -> str:
 
 
 def code_key(cls: type) -> str:
-    """A text that changes when the file in which `cls` is defined does; empty where there is no such file."""
+    """Return a text that changes when the file in which `cls` is defined does; empty where there is no such file."""
     for base in cls.__mro__:
         if base.__module__ == "builtins":
             break

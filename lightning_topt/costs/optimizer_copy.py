@@ -31,7 +31,7 @@ class OptimizerError(ValueError):
 
 
 class OptimizerCopy:
-    """`optimizer`, not yet stepped, and the `states` of it and of all optimizers that it wraps."""
+    """An `OptimizerCopy` has `optimizer`, not yet stepped, and the `states` of it and of all optimizers that it wraps."""
 
     def __init__(self, original: Any, group: Mapping[str, Any], *, parameters: Sequence[Tensor]) -> None:
         copier = _Copier(group, parameters)
@@ -49,7 +49,7 @@ class OptimizerCopy:
 
 @contextmanager
 def no_global_hooks() -> Iterator[None]:
-    """Without the hooks on the steps of all optimizers: they belong to the real run."""
+    """Take away the hooks on the steps of all optimizers inside: they belong to the real run."""
     registries: tuple[Any, ...] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     kept = [dict(hooks) for hooks in registries]
     for hooks in registries:

@@ -40,7 +40,7 @@ class ParameterUpdate:
 
 @dataclass(frozen=True)
 class Probe:
-    """What one group's step does to a parameter of one number of dims and dtype."""
+    """A `Probe` says what one group's step does to a parameter of one number of dims and dtype."""
 
     dims: tuple[int, ...]
     states: tuple[tuple[tuple[int, ...], int], ...]  # (shape, bytes per element) of each state tensor
@@ -50,7 +50,7 @@ class Probe:
     temporaries_add: bool
 
     def update(self, parameter: Tensor) -> ParameterUpdate:
-        """What the step does to `parameter`, which has the probe's number of dims and dtype."""
+        """Return what the step does to `parameter`, which has the probe's number of dims and dtype."""
         real = dict(zip(self.dims, parameter.shape, strict=True))
         state = sum(math.prod(real.get(dim, dim) for dim in dims) * itemsize for dims, itemsize in self.states)
         numel = parameter.numel()
@@ -135,7 +135,7 @@ def _copy(
     device_type: str,
     device: torch.device | None = None,
 ) -> _Steps:
-    """`optimizer` over fresh parameters of `shapes` with the options of `group`, not yet stepped."""
+    """Return `optimizer` over fresh parameters of `shapes` with the options of `group`, not yet stepped."""
     device = device or torch.device("cpu")
     try:
         parameters = [nn.Parameter(_random(shape, dtype, device)) for shape in shapes]
@@ -193,7 +193,7 @@ def make_step(
     device: torch.device,
     numel: int,
 ) -> Callable[[], None]:
-    """A call that steps a copy of `optimizer`, its state made, on a tensor of about `numel` elements in 1 or 2 dims.
+    """Return a call that steps a copy of `optimizer`, its state made, on a tensor of about `numel` elements in 1 or 2 dims.
 
     Raises OptimizerError when the step fails.
     """

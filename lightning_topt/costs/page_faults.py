@@ -26,7 +26,7 @@ _BLOCK_BYTES, _BLOCKS, _ROUNDS = 1 << 20, 16, 9
 
 
 def measure_page_faults(device: torch.device) -> float:
-    """Seconds that a byte costs which is taken anew, written once and given back, above writing it again.
+    """Return the seconds that a byte costs which is taken anew, written once and given back, above writing it again.
 
     In blocks of 1 MiB, a tenth of a second in all. They are taken one after another before they are given back, as in a step:
     a block that has just been given back is still in the processor's cache and takes a fifth less. 0 on devices other than
@@ -52,18 +52,18 @@ def _map() -> mmap.mmap:
 
 
 def kernels_bytes(kernels: Iterable[Kernel], *, batch_size: float) -> float:
-    """Bytes that calls of `kernels` take anew."""
+    """Return the bytes that calls of `kernels` take anew."""
     sizes = ((kernel.count, kernel.allocated.at(batch_size)) for kernel in kernels)
     return sum(count * size for count, size in sizes if size >= SMALLEST_BYTES)
 
 
 def gathered_bytes(*, flat: float, whole: float) -> float:
-    """Bytes that one gather takes anew: the flat buffer and the parameters that are copied out of it."""
+    """Return the bytes that one gather takes anew: the flat buffer and the parameters that are copied out of it."""
     return sum(size for size in (flat, whole) if size >= SMALLEST_BYTES)
 
 
 def reduced_bytes(*, flat: float, shards: float, workspace: float) -> float:
-    """Bytes that one reduce-scatter takes anew; `workspace` as `sizes.gloo_workspace`, 0 on other backends.
+    """Return the bytes that one reduce-scatter takes anew; `workspace` as `sizes.gloo_workspace`, 0 on other backends.
 
     Of the three pieces in it one is kept for all of `flat`, and gloo takes the other two again for each piece.
     """

@@ -29,7 +29,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 def shown(value: Any) -> str:
-    """The value as it may stand in a message: short, whatever it is."""
+    """Return the value as it may stand in a message: short, whatever it is."""
     try:
         return re.sub(r"\s+", " ", _SHORT.repr(value))[:200]
     except Exception:  # a broken __repr__, or digits that Python refuses to print
@@ -37,13 +37,13 @@ def shown(value: Any) -> str:
 
 
 def names(keys: Any) -> str:
-    """Keys of any types, sorted and short."""
+    """Return keys of any types, sorted and short."""
     found = sorted(shown(key) for key in keys)
     return f"[{', '.join(found[:8])}{', ...' if len(found) > 8 else ''}]"
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a regular file of at most `MAX_BYTES`. Raises OSError, ValueError."""
+    """Return the text of a regular file of at most `MAX_BYTES`. Raises OSError, ValueError."""
     if not stat.S_ISREG(Path(path).stat().st_mode):
         raise ValueError("it is not a regular file")
     with open(path, "rb") as file:
@@ -54,7 +54,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain values of YAML `text`, without aliases and of bounded size."""
+    """Return the plain values of YAML `text`, without aliases and of bounded size."""
     depth = nodes = 0
     try:
         for event in yaml.parse(text, Loader=_LOADER):
@@ -78,7 +78,7 @@ def dump_yaml(data: Any) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The plain values of JSON `text`. NaN and infinities are refused."""
+    """Return the plain values of JSON `text`. NaN and infinities are refused."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
@@ -104,7 +104,7 @@ def check_plain(data: Any) -> None:
 
 
 def number(value: Any, *, name: str) -> float:
-    """A finite number of at least 0."""
+    """Return a finite number of at least 0."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {shown(value)}")
     try:
@@ -117,21 +117,21 @@ def number(value: Any, *, name: str) -> float:
 
 
 def whole(value: Any, *, name: str, least: int = 1) -> int:
-    """A whole number of at least `least`."""
+    """Return a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {shown(value)}")
     return value
 
 
 def text(value: Any, *, name: str) -> str:
-    """Text."""
+    """Return text."""
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {shown(value)}")
     return value
 
 
 def one_line(error: BaseException) -> str:
-    """The message of `error` in one line of bounded length."""
+    """Return the message of `error` in one line of bounded length."""
     return re.sub(r"\s+", " ", str(error)).strip()[:300]
 
 

@@ -16,17 +16,17 @@ class MeasuringError(RuntimeError):
 
 
 def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def own_rank() -> int:
-    """This process's rank; 0 without a process group."""
+    """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
 def average(values: Sequence[float]) -> list[float]:
-    """The mean over ranks, bit for bit the same on all of them. Collective."""
+    """Return the mean over ranks, bit for bit the same on all of them. Collective."""
     if world_size() == 1 or not values:
         return list(values)
     device = "cpu" if dist.get_backend() == "gloo" else "cuda"
@@ -37,7 +37,7 @@ def average(values: Sequence[float]) -> list[float]:
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's `value`, which must pickle, in rank order. Collective."""
+    """Return every rank's `value`, which must pickle, in rank order. Collective."""
     if world_size() == 1:
         return [value]
     everyone: list[Any] = [None] * world_size()
@@ -46,7 +46,7 @@ def gather(value: T) -> list[T]:
 
 
 def from_rank_0(value: T) -> T:
-    """Rank 0's `value`, which must pickle. Collective."""
+    """Return rank 0's `value`, which must pickle. Collective."""
     if world_size() == 1:
         return value
     box = [value]
@@ -55,7 +55,7 @@ def from_rank_0(value: T) -> T:
 
 
 def on_all_ranks(function: Callable[[], T]) -> T:
-    """This rank's result of `function`, which calls no collective; where it fails on one rank, all raise. Collective.
+    """Return this rank's result of `function`, which calls no collective; where it fails on one rank, all raise. Collective.
 
     Raises the error itself where it happened, MeasuringError with its text elsewhere.
     """

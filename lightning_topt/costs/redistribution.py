@@ -51,7 +51,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Redistribution:
-    """What a redistribution takes on each rank: its steps, their seconds, and the memory beside the tensor it begins with.
+    """A `Redistribution` holds what one takes on each rank: its steps, their seconds, and the memory beside the tensor it
+    begins with.
 
     `peak_bytes` are alive at once, `allocated_bytes` are taken altogether.
     """
@@ -78,7 +79,7 @@ class Edge:
 def estimate_redistribution(
     cluster: Cluster, *, mesh: Mesh, source: Placements, target: Placements, size: float
 ) -> Redistribution:
-    """The redistribution of a tensor of `size` bytes, all ranks' shards together, that takes the least time.
+    """Return the redistribution of a tensor of `size` bytes, all ranks' shards together, that takes the least time.
 
     Of equally quick ones that with the least memory. Raises ValueError where `source` and `target` do not name a placement
     for each axis, and where a sharded tensor should become partial, which torch does not do.
@@ -111,7 +112,7 @@ def estimate_edge(
     size: float,
     gradient: Placements | None = None,
 ) -> Edge:
-    """The edge from where a tensor is made (`source`) to where it is read (`target`), in both passes.
+    """Return the edge from where a tensor is made (`source`) to where it is read (`target`), in both passes.
 
     `gradient` is how the reader's backward pass leaves the gradient: by default as the tensor it reads is placed, Partial
     for instance where a replicated input meets weights that are sharded by column. Raises ValueError as
@@ -125,12 +126,12 @@ def estimate_edge(
 
 
 def gradient_placements(placements: Placements) -> Placements:
-    """The placements of the gradient of a tensor: its own, and Replicate for Partial, whose summands share one gradient."""
+    """Return the placements of a tensor's gradient: its own, and Replicate for Partial, whose summands share one gradient."""
     return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
 
 
 def local_bytes(size: float, *, mesh: Mesh, placements: Sequence[Placement]) -> float:
-    """Bytes that one rank holds of a tensor of `size` bytes."""
+    """Return the bytes that one rank holds of a tensor of `size` bytes."""
     sharded = (n for n, placement in zip(mesh.shape, placements, strict=True) if isinstance(placement, Shard))
     return size / math.prod(sharded)
 
@@ -168,7 +169,7 @@ def _with_step(
     target: Placement,
     size: float,
 ) -> Redistribution:
-    """`before`, and `axis` to `target` after it."""
+    """Return `before`, and `axis` to `target` after it."""
     source, n = placements[axis], mesh.shape[axis]
     seen = local_bytes(size, mesh=mesh, placements=placements) * (n if isinstance(source, Shard) else 1)
     shard = source if isinstance(source, Shard) else target

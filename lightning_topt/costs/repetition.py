@@ -37,13 +37,13 @@ def repeat_parts(
 
 
 def agree(rounds: Sequence[Times]) -> bool:
-    """Whether of every time the two least are within 20 %."""
+    """Return whether of every time the two least are within 20 %."""
     by_key = (sorted(times[key] for times in rounds if key in times) for key in fastest(rounds))
     return all(len(times) > 1 and times[1] <= _AGREE * times[0] for times in by_key)
 
 
 def fastest(rounds: Sequence[Times]) -> dict[Hashable, float]:
-    """The least of every time."""
+    """Return the least of every time."""
     found: dict[Hashable, float] = {}
     for times in rounds:
         for key, seconds in times.items():

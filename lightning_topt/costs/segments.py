@@ -1,4 +1,6 @@
-"""Where on the memory timeline things happen: the segment of every operator, and the segments that use a parameter."""
+"""Segments say where on the memory timeline things happen: the segment of every operator, and the segments that use a
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def locate(graph: OpGraph) -> Segments:
 
 
 def blocks_reduced_last(graph: OpGraph) -> frozenset[str]:
-    """Blocks whose inputs need no gradient, such as embeddings of the batch.
+    """Return the blocks whose inputs need no gradient, such as embeddings of the batch.
 
     FSDP2 learns from the gradient of an input that a block's backward is over; without one, the block keeps its whole
     parameters and gradients until the end of the backward pass. A graph without edges names none.

@@ -16,33 +16,33 @@ _ITEM_BYTES = {
 
 
 def parameter_bytes(parameter: Parameter) -> int:
-    """Bytes of the whole parameter."""
+    """Return the bytes of the whole parameter."""
     return parameter.numel * _ITEM_BYTES[parameter.dtype.removeprefix("torch.")]
 
 
 def gradient_bytes(parameter: Parameter) -> int:
-    """Bytes of its whole gradient, in the parameter's dtype; 0 for a frozen parameter."""
+    """Return the bytes of its whole gradient, in the parameter's dtype; 0 for a frozen parameter."""
     return parameter_bytes(parameter) if parameter.trainable else 0
 
 
 def shard_share(parameter: Parameter, world_size: int) -> float:
-    """The largest share of a parameter that a rank holds: FSDP2 cuts dim 0 into chunks of ceil(dim0 / N) rows."""
+    """Return the largest share of a parameter that a rank holds: FSDP2 cuts dim 0 into chunks of ceil(dim0 / N) rows."""
     rows = parameter.shape[0] if parameter.shape else 1
     return math.ceil(rows / world_size) / rows if rows else 0.0
 
 
 def shard_bytes(parameter: Parameter, world_size: int) -> float:
-    """Bytes of the largest shard, which is what every rank allocates (the last ones padded)."""
+    """Return the bytes of the largest shard, which is what every rank allocates (the last ones padded)."""
     return parameter_bytes(parameter) * shard_share(parameter, world_size)
 
 
 def padded_bytes(parameter: Parameter, world_size: int) -> float:
-    """Bytes of all padded shards together, as in the flat buffers of all_gather and reduce_scatter."""
+    """Return the bytes of all padded shards together, as in the flat buffers of all_gather and reduce_scatter."""
     return shard_bytes(parameter, world_size) * world_size
 
 
 def gloo_workspace(flat: float, *, world_size: int) -> float:
-    """Bytes that our reduce-scatter of `flat` bytes takes inside on gloo.
+    """Return the bytes that our reduce-scatter of `flat` bytes takes inside on gloo.
 
     It receives in pieces, and gloo's all_to_all flattens what goes out and what comes in: three pieces are alive.
     """

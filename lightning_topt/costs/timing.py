@@ -19,7 +19,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_once(call: Callable[[], Any], *, device: torch.device) -> float:
-    """Wall-clock seconds of one call, with the device idle before and after."""
+    """Return the wall-clock seconds of one call, with the device idle before and after."""
     synchronize(device)
     start = time.perf_counter()
     call()
@@ -28,7 +28,7 @@ def time_once(call: Callable[[], Any], *, device: torch.device) -> float:
 
 
 def time_call(call: Callable[[], Any], *, device: torch.device, budget_seconds: float, max_repeats: int = 100) -> float:
-    """Median seconds of a call after one unmeasured one, repeated for about `budget_seconds`, at least three times.
+    """Return the median seconds of a call after one unmeasured one, repeated for about `budget_seconds`, at least three times.
 
     Where one call is much shorter than a synchronization, several run between two of them.
     """

@@ -86,7 +86,7 @@ class TrainingStep:
 
     @cached_property
     def segments(self) -> Segments:
-        """Where operators run and parameters are used."""
+        """The segments where operators run and parameters are used."""
         return locate(self.graph)
 
     @cached_property

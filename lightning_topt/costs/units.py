@@ -25,27 +25,27 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za
 
 
 def parse_bytes(value: int | float | str, *, name: str = "size") -> int:
-    """``"2GiB"``, ``"80GB"``, ``"512 MB"`` or a number, to bytes (rounded). `name` is used in errors."""
+    """Convert ``"2GiB"``, ``"80GB"``, ``"512 MB"`` or a number, to bytes (rounded). `name` is used in errors."""
     return round(_parse(value, _BYTES, name=name, example="'80GB' or '2GiB'"))
 
 
 def parse_bandwidth(value: int | float | str, *, name: str = "bandwidth") -> float:
-    """``"2TB/s"``, ``"25Gb/s"`` or a number, to bytes per second."""
+    """Convert ``"2TB/s"``, ``"25Gb/s"`` or a number, to bytes per second."""
     return _parse(value, _BANDWIDTH, name=name, example="'2TB/s' or '25Gb/s'")
 
 
 def parse_flops(value: int | float | str, *, name: str = "flops") -> float:
-    """``"312TFLOP/s"`` or a number, to floating-point operations per second."""
+    """Convert ``"312TFLOP/s"`` or a number, to floating-point operations per second."""
     return _parse(value, _FLOPS, name=name, example="'312TFLOP/s'")
 
 
 def parse_seconds(value: int | float | str, *, name: str = "time") -> float:
-    """``"5us"``, ``"1.5 ms"`` or a number, to seconds."""
+    """Convert ``"5us"``, ``"1.5 ms"`` or a number, to seconds."""
     return _parse(value, _SECONDS, name=name, example="'5us'")
 
 
 def format_bytes(size: float) -> str:
-    """Bytes for people: ``"1.50 GiB"``."""
+    """Format bytes for people: ``"1.50 GiB"``."""
     value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(value) >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -53,7 +53,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds for people: ``"12.3 ms"``."""
+    """Format seconds for people: ``"12.3 ms"``."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= factor or unit == "us":
             return f"{seconds / factor:.3g} {unit}"

@@ -13,14 +13,17 @@ import torch
 
 @dataclass(frozen=True)
 class Failed:
-    """What the function raised, or a RuntimeError with its words where the exception itself cannot travel; its traceback."""
+    """A `Failed` holds what the function raised, or a RuntimeError with its words where the exception itself cannot travel; and
+    its traceback.
+    """
 
     error: Exception
     trace: str
 
 
 def run_apart(function: Callable[..., Any], *arguments: Any, context: Any, timeout_seconds: float, doing: str) -> Any:
-    """``function(*arguments)`` in a new process of the multiprocessing `context`, with one thread; `Failed` where it raised.
+    """Return the result of ``function(*arguments)``, called in a new process of the multiprocessing `context`, with one thread;
+    `Failed` where it raised.
 
     Raises RuntimeError where the process ends without an answer, or gives none in time; `doing` is what the message says of it.
     """

@@ -39,7 +39,7 @@ def start_light(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """``main(settings)`` of a module of this package, in a new process. Raises OSError where it cannot start.
+    """Start ``main(settings)`` of a module of this package, in a new process. Raises OSError where it cannot start.
 
     Its standard input stays open until `close_pipes`, or until the end of this process, however it ends: processes forked from
     this one do not keep it open. `settings` are plain data; `stdout` and `stderr` as `subprocess.Popen` has them.

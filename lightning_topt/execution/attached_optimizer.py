@@ -173,7 +173,7 @@ def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
 
 
 def _as_rows(value: Any, piece: Piece, whole: torch.Size) -> Any:
-    """What has the shape of the piece's rows, as these rows of the whole."""
+    """Return what has the shape of the piece's rows, as these rows of the whole."""
     rows = torch.Size((piece.stop - piece.start, *whole[1:]))
     if not isinstance(value, Tensor) or value.shape != rows or rows == whole:
         return value

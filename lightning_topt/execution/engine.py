@@ -200,7 +200,7 @@ class Engine:
             attached.to_host()
 
     def exchange_state(self) -> State | None:
-        """What the gradient exchange holds back on all ranks, whole on rank 0, also after `release`; None without one.
+        """Return what the gradient exchange holds back on all ranks, whole on rank 0, also after `release`; None without one.
 
         A collective call.
         """

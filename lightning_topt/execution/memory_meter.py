@@ -1,4 +1,4 @@
-"""How many bytes a rank used at its peak, above what it used when idle: one interface for every kind of device.
+"""A meter says how many bytes a rank used at its peak, above what it used when idle: one interface for every kind of device.
 
 meter = MemoryMeter(device)
 meter.mark_base(module)  # idle: process group up, module not on the device yet
@@ -109,7 +109,7 @@ class MemoryMeter:
         self._was_reset = self._probe.reset_peak()
 
     def peak_bytes(self) -> int | None:
-        """The highest use since `reset_peak`, less the base; None where it is unknown or nothing was marked."""
+        """Return the highest use since `reset_peak`, less the base; None where it is unknown or nothing was marked."""
         peak = self._probe.peak_bytes()
         if peak is None or self._base_bytes is None or not self._was_reset:
             return None

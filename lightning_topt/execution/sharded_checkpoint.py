@@ -194,7 +194,9 @@ class StoredOptimizer(Mapping[str, Any]):
 
 
 class StoredExchange(Sequence[dict[str, dict[str, Tensor]]]):
-    """What each rank of a gradient exchange held back, in a checkpoint folder; an entry is read when it is asked for."""
+    """A `StoredExchange` is what each rank of a gradient exchange held back, in a checkpoint folder; an entry is read when it
+    is asked for.
+    """
 
     def __init__(self, path: Path, ranks: int) -> None:
         self._path, self._ranks = path, ranks
@@ -221,7 +223,7 @@ def _outline(exchange: Mapping[str, Any]) -> State:
 
 
 def _joined(gathered: Sequence[Any]) -> State:
-    """What is no tensor, of all ranks: some states are with one rank only."""
+    """Return what is no tensor, of all ranks: some states are with one rank only."""
     modules, *optimizers = zip(*gathered, strict=True)
     return {
         "module": modules[0],

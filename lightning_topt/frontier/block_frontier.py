@@ -67,7 +67,7 @@ def eliminate_block(table: CostTable, *, first: str, last: str, max_branches: in
 
 
 def _costs(table: CostTable, plans: Rows) -> Array:
-    """(n, column)"""
+    """Return the costs (n, column)."""
     place = {operator.name: i for i, operator in enumerate(table.operators)}
     total = np.tile(np.concatenate([table.fixed_seconds, table.fixed_bytes]), (len(plans), 1))
     for operator in table.operators:

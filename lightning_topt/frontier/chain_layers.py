@@ -80,7 +80,7 @@ def _entries(block: BlockCosts, grids: tuple[float, float]) -> Array:
 
 
 def _edge_entries(edge: BlockEdge, grids: tuple[float, float]) -> Array:
-    """(config, next config, entry)"""
+    """Return the entries (config, next config, entry)."""
     parts = (np.round(edge.seconds / grids[0]) * grids[0], np.round(edge.bytes / grids[1]) * grids[1])
     return np.repeat(np.stack(parts, axis=-1), [3, len(END) - 3], axis=-1)
 

@@ -45,7 +45,7 @@ def raises(layers: Sequence[Layer]) -> list[Array]:
 
 
 def _futures(layers: Sequence[Layer]) -> list[Array]:
-    """`future` (c, c) of every boundary, before the first layer to after the last."""
+    """Return `future` (c, c) of every boundary, before the first layer to after the last."""
     found, counts = [_APART], [2, *(layer.columns for layer in layers)]
     for layer, count in zip(reversed(layers), counts[-2::-1], strict=True):
         found.append(_step(layer.values, layer.start, layer.end, found[-1], count))
@@ -53,7 +53,7 @@ def _futures(layers: Sequence[Layer]) -> list[Array]:
 
 
 def _step(values: Array, own: Rows, other: Rows, known: Array, count: int) -> Array:
-    """(count, count): least over transitions and entries i of column a of the largest over entries j of column b of
+    """Return (count, count): least over transitions and entries i of column a of the largest over entries j of column b of
 
     values[j] - values[i] + known[other[i], other[j]]. Inf where column a has no entry, -inf where b has none.
     """

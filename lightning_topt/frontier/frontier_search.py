@@ -1,4 +1,4 @@
-"""search_frontier and search_chain: costs -> Frontier, every plan that no other plan beats in both time and memory.
+"""`search_frontier` and `search_chain` turn costs into a Frontier: every plan that no other plan beats in both time and memory.
 
 Both make layers (`layers`), take out what no best plan needs, and walk over what is left: by NumPy where that is little, else
 compiled (`wide`). Points have the costs that the table's own `evaluate` gives their plans.

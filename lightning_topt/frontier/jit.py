@@ -1,4 +1,4 @@
-"""How kernels are compiled: by Numba, without the GIL, kept on disk where that can be written (a few seconds, once).
+"""Kernels are compiled by Numba, without the GIL, and kept on disk where that can be written (a few seconds, once).
 
 Importing Numba takes 0.4 s, so what imports this is loaded where work is large (`prices.kernels`).
 """

@@ -1,4 +1,4 @@
-"""What the search walks over: layers of transitions between groups of partial plans, with (max, +) costs.
+"""The search walks over layers of transitions between groups of partial plans, with (max, +) costs.
 
 A partial plan is in a *group* (the configurations that later costs ask for) and has a vector of *columns*. A layer takes
 one decision: its transition j leads from group ``source[j]`` to group ``target[j]`` and changes the columns by
@@ -138,14 +138,14 @@ def _simple(layer: Layer) -> bool:
 
 
 def _dense(layer: Layer, before: int) -> Array:
-    """(G before, G after, E), inf where there is no transition."""
+    """Return (G before, G after, E), inf where there is no transition."""
     values = np.full((before, layer.groups, layer.values.shape[1]), np.inf)
     values[layer.source, layer.target] = layer.values
     return values
 
 
 def _dead(into: Array, out: Array, end: Rows, start: Rows, columns: int) -> NDArray[np.bool_]:
-    """(G,) from `into` (G, before, E) and `out` (G, after, E'): groups that are not needed."""
+    """Return the groups (G,) that are not needed, from `into` (G, before, E) and `out` (G, after, E')."""
     dead = np.asarray(~(np.isfinite(into[..., 0]).any(axis=1) & np.isfinite(out[..., 0]).any(axis=1)))
     spare = np.zeros((2, len(into), len(into), columns))
     for side, values, column in ((0, into, end), (1, out, start)):

@@ -53,13 +53,13 @@ class _Mesh:
     priced: tuple[Prices, Known] | None = None
 
     def gain(self, known: Array) -> float:
-        """By how much its plans could beat the known ones."""
+        """Return by how much its plans could beat the known ones."""
         if self.priced is None or not len(known):
             return np.inf
         return self.priced[0].gain(Known(known, np.zeros((len(known), 0), np.intp)))
 
     def search(self, budget: Budget, known: Array) -> tuple[Rows, float]:
-        """Plans (n, block) that none of the known ones beats, and the error bound."""
+        """Return the plans (n, block) that none of the known ones beats, and the error bound."""
         priced = None
         if self.priced is not None:
             elsewhere = np.full((len(known), len(self.layers)), ELSEWHERE, np.int32)
@@ -69,7 +69,7 @@ class _Mesh:
         return self.configs(plans), bound
 
     def configs(self, plans: Rows) -> Rows:
-        """The configuration of each block (n, block) in plans given as transitions (n, N)."""
+        """Return the configuration of each block (n, block) in plans given as transitions (n, N)."""
         return choices(self.layers, plans)[:, -2:0:-1]
 
 
@@ -145,6 +145,6 @@ def _search(meshes: Sequence[_Mesh], union: _Union, budget: Budget, started: flo
 
 
 def _uniform(table: ChainTable) -> Rows:
-    """(n, block): the first configuration of every block, the second, and so on; blocks with fewer take their last."""
+    """Return (n, block): the first configuration of every block, the second, and so on; blocks with fewer take their last."""
     counts = np.array([len(table.block(n).configs) for n in range(len(table.order))], np.intp)
     return np.minimum(np.arange(counts.max(initial=1))[:, None], counts - 1)

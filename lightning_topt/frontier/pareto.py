@@ -113,7 +113,7 @@ def _filter(ranks: NDArray[np.unsignedinteger]) -> Rows:
 def _dominated(
     candidates: NDArray[np.unsignedinteger], others: NDArray[np.unsignedinteger], *, itself: bool = False
 ) -> NDArray[np.bool_]:
-    """Which `candidates` (c, n) have one of `others` (c, m) below or at them in every column."""
+    """Return which `candidates` (c, n) have one of `others` (c, m) below or at them in every column."""
     if not candidates.size:
         return np.zeros(candidates.shape[1], bool)
     below = candidates[0][:, None] >= others[0]

@@ -79,7 +79,8 @@ def _walk(net: Any, choice: Any, row: int, plans: Any, costs: Any, logs: Any, ra
 def maximise(
     net: Any, weights: Any, rates: Any, steps: int, masses: Any, flows: Any, potentials: Any, plans: Any, costs: Any
 ) -> None:
-    """For each of `weights` (L, 2), shares over columns for which the cheapest plan is dearest, as far as `steps` find them.
+    """Find, for each of `weights` (L, 2), shares over columns for which the cheapest plan is dearest, as far as `steps` find
+    them.
 
     Multiplicative weights with `rates` (L, 2). Into `masses` (L, columns), `flows` (L, entries) and `potentials` (L, groups) go
     the best prices, into `plans` (L * steps, N) and `costs` (L * steps, 2) all plans met.

@@ -97,7 +97,7 @@ class Prices:
 
 
 class Bounds:
-    """Which partial plans may become better than the `known` ones, by more than the share `epsilon`.
+    """`Bounds` say which partial plans may become better than the `known` ones, by more than the share `epsilon`.
 
     Boundaries are counted from the first layer, or, `reversed`, from the last.
     """
@@ -225,18 +225,18 @@ class Network:
 
     @property
     def pointers(self) -> tuple[Rows, Rows]:
-        """Where the columns and the groups of every boundary begin."""
+        """The places where the columns and the groups of every boundary begin."""
         return _pointers(map(len, self.kinds)), _pointers([1, *(layer.groups for layer in self.layers)])
 
     @property
     def units(self) -> Array:
-        """(2,) by how much seconds and bytes of plans may differ, about."""
+        """The amounts (2,) by which seconds and bytes of plans may differ, about."""
         spreads = self._sums(lambda values: np.ptp(values, axis=0))
         return np.where(spreads > 0, spreads, 1.0)
 
     @property
     def sums(self) -> Array:
-        """(2,) no less than the seconds and bytes of any plan."""
+        """Two numbers (2,), no less than the seconds and bytes of any plan."""
         return self._sums(lambda values: np.abs(values).max(axis=0))
 
     def _sums(self, function: Any) -> Array:
@@ -274,7 +274,7 @@ def _join(parts: Sequence[Rows]) -> Rows:
 
 
 def _corners(seconds: Array, size: Array) -> Array:
-    """(2, at most `_CORNERS`): the staircase of corners, coarser; of a run of corners, the one above them all."""
+    """Return (2, at most `_CORNERS`): the staircase of corners, coarser; of a run of corners, the one above them all."""
     if len(seconds) <= _CORNERS:
         return np.stack([seconds, size])
     inner = np.diff(seconds[:-1]) / np.ptp(seconds[:-1]), -np.diff(size[1:]) / np.ptp(size[1:])

@@ -1,4 +1,4 @@
-"""Where operators are joined in too many ways: a relaxed table with fewer edges, whose plans are repaired by single changes.
+"""A relaxed table has fewer edges, for operators that are joined in too many ways; its plans are repaired by single changes.
 
 An edge that is left out costs, for each configuration of one of its operators, the least over those of the other, column by
 column. So the relaxed frontier is below the true one everywhere, and what the repaired plans are above it at most is an honest
@@ -67,7 +67,7 @@ def _objectives(graph: TableGraph, plans: Rows, order: list[str]) -> tuple[Array
 
 
 def _totals(graph: TableGraph, plans: Rows, order: list[str]) -> Array:
-    """(n, column)"""
+    """Return the totals (n, column)."""
     place = {name: i for i, name in enumerate(order)}
     totals = np.tile(graph.fixed, (len(plans), 1))
     for name, i in place.items():

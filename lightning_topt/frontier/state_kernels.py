@@ -33,7 +33,7 @@ def _hopeful(priced: Any, limits: Any, hint: int) -> int:
 
 @kernel
 def gains(states: Any, group: Any, mass: Any, potential: Any, limits: Any, found: Any) -> None:
-    """Into `found` (n,) the largest over corners of the least over prices of ``limit / price - 1``: what could be gained.
+    """Write into `found` (n,) the largest over corners of the least over prices of ``limit / price - 1``: what could be gained.
 
     Infinite where prices are not positive. `potential` (G, L) is that of the states' boundary.
     """
@@ -153,7 +153,7 @@ def hopeful(states: Any, group: int, mass: Any, potential: Any, limits: Any, kep
 
 @kernel
 def extend_pairs(states: Any, first: Any, layer: Any, group: int, best: Any, after: Any, parent: Any, via: Any) -> int:
-    """`extend` for one group and two columns, (seconds, bytes), without most beaten ones; -1 where there is no room.
+    """Do `extend` for one group and two columns, (seconds, bytes), without most beaten ones; -1 where there is no room.
 
     A first pass keeps the least seconds of every bin of bytes in `best` (bins + 1,), a second one what beats all bins before.
     """

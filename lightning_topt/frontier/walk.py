@@ -37,7 +37,7 @@ class States:
 
     @property
     def group(self) -> Rows:
-        """(n,) of every state."""
+        """The group (n,) of every state."""
         return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
 
     def take(self, rows: Rows, counts: Rows) -> States:
@@ -95,7 +95,7 @@ class Walk:
         self.done, self.dropped = 0, 0.0
 
     def step(self) -> None:
-        """One layer more. Raises GiveUpError at the deadline, and where there are more than `cap` states and no bounds."""
+        """Take one layer more. Raises GiveUpError at the deadline, and where there are more than `cap` states and no bounds."""
         n = self.done
         last = n + 1 == len(self.side.layers)
         bounds = _NONE if self.bounds is None or last else self.bounds.at(n + 1)

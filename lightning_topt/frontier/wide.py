@@ -38,8 +38,8 @@ _ROOM = 2**16  # joined plans held at once
 
 @dataclass(frozen=True)
 class Budget:
-    """What a search may take: partial plans at one time, joint configurations of operators, seconds, bytes; and what it may
-    miss: plans that are less than `epsilon` better.
+    """A `Budget` says what a search may take: partial plans at one time, joint configurations of operators, seconds, bytes; and
+    what it may miss: plans that are less than `epsilon` better.
     """
 
     max_points: int
@@ -113,7 +113,7 @@ def _sweep(
 
 
 def _missed(epsilon: float, *dropped: float) -> float:
-    """What was dropped counts beside plans that are better by `epsilon` already."""
+    """Return how much may be missed: what was dropped counts beside plans that are better by `epsilon` already."""
     return epsilon + (1 + epsilon) * max(dropped)
 
 

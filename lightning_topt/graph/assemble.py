@@ -33,7 +33,7 @@ Sizes = tuple[int, int]  # the two batch sizes
 def assemble(
     module: nn.Module, recordings: tuple[Recording, Recording], *, name: str, sizes: Sizes, input_bytes: tuple[int, int]
 ) -> OpGraph:
-    """The graph of the copy `module` from its recordings at two batch `sizes`; with one size it holds for that alone.
+    """Return the graph of the copy `module` from its recordings at two batch `sizes`; with one size it holds for that alone.
 
     All of it is one block. Raises CaptureError when the recordings differ in more than shapes.
     """
@@ -124,7 +124,7 @@ class _Fit:
         )
 
     def kernels(self, first: Sequence[Measured], second: Sequence[Measured]) -> tuple[Kernel, ...]:
-        """One Kernel for all identical calls, in the order of their first call."""
+        """Return one Kernel for all identical calls, in the order of their first call."""
         calls = [self._kernel(a, b) for a, b in zip(first, second, strict=True)]
         key = tuple(id(call) for call in calls)
         if key not in self._groups:

@@ -1,4 +1,4 @@
-"""Which operator an autograd node belongs to."""
+"""This says which operator an autograd node belongs to."""
 
 from __future__ import annotations
 

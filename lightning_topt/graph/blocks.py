@@ -1,4 +1,4 @@
-"""Which modules a plan decides about: a function of the graph.
+"""The modules that a plan decides about are a function of the graph.
 
 [Note: choice of blocks] From the root down:
 1. Siblings (children of one module, also in a ModuleList or Sequential) of one structure, that is the same tree of
@@ -80,7 +80,7 @@ class _Chooser:
                 self._visit(child)
 
     def is_recomputable(self, path: str) -> bool:
-        """Whether the forward of the module at `path` may run again in the backward pass."""
+        """Return whether the forward of the module at `path` may run again in the backward pass."""
         calls = self.calls[path]
         return len(calls) == 1 and may_repeat(calls[0]) and self.modules[path].repeatable
 

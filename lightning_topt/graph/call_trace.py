@@ -33,7 +33,7 @@ class Source(NamedTuple):
     offset: int
 
     def equals(self, other: Source) -> bool:
-        """Whether two calls read the same: memory of their own at the same place, or the very same memory."""
+        """Return whether two calls read the same: memory of their own at the same place, or the very same memory."""
         if self.offset != other.offset:
             return False
         if "made" in (self.kind, other.kind):
@@ -53,7 +53,7 @@ class CallTrace:
     has_effects: bool = False
 
     def equals(self, other: CallTrace) -> bool:
-        """Whether both calls ran the same operators on the same memory."""
+        """Return whether both calls ran the same operators on the same memory."""
         return self.operators == other.operators and all(
             len(mine) == len(others) and all(a.equals(b) for a, b in zip(mine, others, strict=True))
             for mine, others in zip(self.sources, other.sources, strict=True)

@@ -34,7 +34,7 @@ def capture(
     batch_scaling: bool = True,
     real: bool = False,
 ) -> OpGraph:
-    """The operator graph of one training step of `module`, a LightningModule with automatic optimization.
+    """Return the operator graph of one training step of `module`, a LightningModule with automatic optimization.
 
     ``module.training_step(batch, 0)`` and the backward pass of its loss run on fake tensors (shapes without memory) at
     two batch sizes; what differs between the two runs scales with the batch. `module`, its trainer and the random

@@ -1,4 +1,4 @@
-"""What Python code can leave behind: names, attributes and containers that user code can reach, saved and put back.
+"""Names, attributes and containers that user code can reach, all that Python code can leave behind, are saved and put back.
 
 [Note: what is saved] From the roots: built-in containers, instances of classes from user files, modules of torch, the
 globals of user files, the classes in them with their attributes, and the closures, defaults and attributes of their

@@ -1,4 +1,4 @@
-"""What a recorder notes for a call that is left out: see [Note: calls left out] in `observed_calls`."""
+"""This is what a recorder notes for a call that is left out: see [Note: calls left out] in `observed_calls`."""
 
 from __future__ import annotations
 

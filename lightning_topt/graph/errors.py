@@ -1,4 +1,4 @@
-"""What cannot be captured, said so that the user finds the line and a way out."""
+"""Errors say what cannot be captured, so that the user finds the line and a way out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def may_need_values(error: BaseException) -> bool:
 
 
 def explain(error: Exception, failed: object) -> CaptureError | None:
-    """The CaptureError for an exception raised under fake tensors, None when it is the user's own.
+    """Return the CaptureError for an exception raised under fake tensors, None when it is the user's own.
 
     Args:
         error: what `training_step` or the backward pass raised.
@@ -85,7 +85,7 @@ def annotate(error: Exception, *, real: bool) -> None:
 
 
 def user_line(error: BaseException) -> str:
-    """``"  file:line, in function: source"`` of the innermost frame outside libraries, with a line end; or ``""``."""
+    """Return ``" file:line, in function: source"`` of the innermost frame outside libraries, with a line end; or ``""``."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -37,7 +37,7 @@ class _Expansion:
         self.inside: list[dict[int, Storage]] = [self._copies_of_storages(copied) for copied in self.copies]
 
     def whole(self) -> Recording:
-        """The recording with all copies in their places."""
+        """Return the recording with all copies in their places."""
         old = self.old
         for storage in old.storages:
             self._move(storage)
@@ -89,7 +89,7 @@ class _Expansion:
         return numbers
 
     def _shifts(self, copied: CopiedCall) -> tuple[int, int, int]:
-        """What is added to the model's operators, forward ticks and backward ticks."""
+        """Return what is added to the model's operators, forward ticks and backward ticks."""
         first_op = self.ops[copied.first_op] - copied.model.results[0].op
         backward = self.backwards[id(copied.model)]
         assert copied.backward_tick is not None
@@ -102,7 +102,7 @@ class _Expansion:
     # ---- storages ----------------------------------------------------------------------------------------------------
 
     def _copies_of_storages(self, copied: CopiedCall) -> dict[int, Storage]:
-        """What the copy made, by the identity of what the model made; its results are those of the recording."""
+        """Return what the copy made, by the identity of what the model made; its results are those of the recording."""
         model, backward = copied.model, self.backwards[id(copied.model)]
         op, forward_shift, backward_shift = self._shifts(copied)
         inside: dict[int, Storage] = {}

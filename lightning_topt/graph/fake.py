@@ -21,7 +21,7 @@ Like = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device | None]  # 
 
 
 def fake_copy(module: T, *, device: torch.device | str = "cpu") -> tuple[T, FakeTensorMode]:
-    """A deep copy whose parameters, buffers and other tensors are fake, and the mode under which to run it.
+    """Return a deep copy whose parameters, buffers and other tensors are fake, and the mode under which to run it.
 
     Nothing is allocated; tensors that share storage in `module` (tied weights) share it in the copy. Tensors of any
     device, ``meta`` included, become tensors of `device`. The trainer, data sets, and any attribute that cannot be

@@ -63,7 +63,7 @@ class Measured:
 
 @functools.cache
 def is_view(func: OpOverload) -> bool:
-    """Whether `func` returns views of its inputs and touches no element."""
+    """Return whether `func` returns views of its inputs and touches no element."""
     schema = func._schema
     if schema.name in UNDECLARED_VIEWS:
         return True
@@ -72,7 +72,7 @@ def is_view(func: OpOverload) -> bool:
 
 
 def freeze(value: Any, tensors: list[Tensor]) -> Frozen:
-    """`value` as nested tuples which are equal only for equal calls; its tensors are appended to `tensors`."""
+    """Return `value` as nested tuples which are equal only for equal calls; its tensors are appended to `tensors`."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             return ("opaque", f"{value.layout} tensor")
@@ -94,7 +94,7 @@ def freeze(value: Any, tensors: list[Tensor]) -> Frozen:
 
 
 def thaw(value: Frozen) -> Any:
-    """What `freeze` returned as a JSON value."""
+    """Return what `freeze` returned as a JSON value."""
     if not isinstance(value, tuple):
         return value
     kind, *items = value
@@ -108,7 +108,7 @@ def thaw(value: Frozen) -> Any:
 
 
 def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a low-level call as a JSON value: tensors by shape, stride (elements) and dtype, no values."""
+    """Return the arguments of a low-level call as a JSON value: tensors by shape, stride (elements) and dtype, no values."""
     return {
         "args": [thaw(freeze(value, [])) for value in args],
         "kwargs": {name: thaw(freeze(value, [])) for name, value in kwargs.items()},
@@ -116,7 +116,7 @@ def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Measured:
-    """FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`."""
+    """Return the FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`."""
     formula = FLOPS.get(func._overloadpacket)
     flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
     given: list[Tensor] = []
@@ -129,7 +129,7 @@ def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def hidden_bytes(func: OpOverload, args: tuple[Any, ...]) -> float:
-    """Bytes that the call's last result has on a device and does not have in shapes: the workspace of oneDNN's LSTM.
+    """Return the bytes that the call's last result has on a device and does not have in shapes: the workspace of oneDNN's LSTM.
 
     8 floats per step, sample and hidden unit stay resident after forward (320 units, 800 steps of samples).
     """
@@ -175,7 +175,7 @@ def _blocked(tensor: Tensor) -> int:
 
 
 def make_call(kernel: Kernel, device: torch.device | str) -> Callable[[], None]:
-    """A function that makes the call of `kernel` on `device`, on tensors of the same shape, stride and dtype.
+    """Return a function that makes the call of `kernel` on `device`, on tensors of the same shape, stride and dtype.
 
     Floating-point tensors are uniform in [0, 1), all others zero, which is a valid index and mask. A call with random
     numbers uses the device's generator. Raises ValueError when the operator is not known here, might misread invented

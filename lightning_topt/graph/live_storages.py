@@ -24,11 +24,11 @@ class LiveStorages:
         self._outside_ids = {tensor.untyped_storage()._cdata for tensor in self._outside if is_strided(tensor)}
 
     def of(self, tensor: Tensor) -> Storage | None:
-        """The storage of `tensor`; None for what is older than the recording or not strided."""
+        """Return the storage of `tensor`; None for what is older than the recording or not strided."""
         return self._live.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
 
     def within(self, value: Any) -> list[Storage]:
-        """The storages of the tensors in a structure, each once."""
+        """Return the storages of the tensors in a structure, each once."""
         found = {t.untyped_storage()._cdata: None for t in tensors_in(value) if is_strided(t)}
         return [self._live[address] for address in found if address in self._live]
 
@@ -53,5 +53,5 @@ class LiveStorages:
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    """Sizes and dtype of a tensor."""
+    """Return the sizes and dtype of a tensor."""
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")

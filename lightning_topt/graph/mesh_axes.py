@@ -73,11 +73,11 @@ class Mesh:
         return math.prod(self.shape[index] for index in self.data_axes)
 
     def stride(self, axes: Iterable[int]) -> int:
-        """The distance between neighbours of a group along `axes` (indices): the ranks of all axes after the last."""
+        """Return the distance between neighbours of a group along `axes` (indices): the ranks of all axes after the last."""
         return math.prod(self.shape[max(axes) + 1 :])
 
     def ranks_along(self, axes: Iterable[int]) -> int:
-        """The number of ranks of a group along `axes` (indices)."""
+        """Return the number of ranks of a group along `axes` (indices)."""
         return math.prod(self.shape[index] for index in axes)
 
 

@@ -101,7 +101,7 @@ def _is_shared(cls: type) -> bool:
 
 
 def _plain_copy(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module | None:
-    """What `copy.deepcopy` would make of a module whose attributes are plain values, in a tenth of its time; else None.
+    """Return what `copy.deepcopy` would make of a module whose attributes are plain values, in a tenth of its time; else None.
 
     `memo` has the copies of its tensors and children.
     """
@@ -130,7 +130,7 @@ def _plain_copy(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module | None:
 
 
 def _deepcopy(module: T, memo: dict[int, Any]) -> T:
-    """`copy.deepcopy`; where it fails, again with every attribute that cannot be copied left as it is."""
+    """Do `copy.deepcopy`; where it fails, again with every attribute that cannot be copied left as it is."""
     try:
         return copy.deepcopy(module, dict(memo))
     except Exception:

@@ -1,4 +1,4 @@
-"""What observed calls did, looked at when the step is over: whether the backward pass and the rest are as copies need them."""
+"""This looks at what observed calls did after the step: whether the backward pass and the rest are as copies need them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from lightning_topt.graph.recording import Recording, Storage
 
 
 class ObservedBackward:
-    """What a model did in the backward pass, at the ticks ``start <= t < end``: what it `made` and when it let go of what.
+    """An `ObservedBackward` is what a model did in the backward pass, at the ticks ``start <= t < end``: what it `made` and
+    when it let go of what.
 
     `casts` are the identities of storages that lived on until a context of autocast ended.
     """
@@ -52,14 +53,14 @@ class ObservedBackward:
         )
 
     def release(self, storage: Storage) -> int:
-        """When `storage` was freed, counted from the start. Raises Surprise where somebody else still held it."""
+        """Return when `storage` was freed, counted from the start. Raises Surprise where somebody else still held it."""
         if not self.start < storage.died <= self.end:
             raise Surprise(self.model.key)
         return int(storage.died) - self.start
 
     @cached_property
     def facts(self) -> object:
-        """What two models must have in common, free of names and places."""
+        """The facts that two models must have in common, free of names and places."""
         path, first_op, start = self.model.path, self.model.ops[0], self.start
         forward = self.recording.storages[slice(*self.model.storages)]
         assert self.model.gradient is not None
@@ -107,7 +108,7 @@ def check_alone(recording: Recording, by_op: Mapping[int, CopiedCall]) -> None:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """`name` and the modules around it, innermost first."""
+    """Yield `name` and the modules around it, innermost first."""
     while name:
         yield name
         name = name.rpartition(".")[0]

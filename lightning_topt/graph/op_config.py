@@ -1,4 +1,5 @@
-"""How an operator or a block of them is placed on the axes of a mesh: as it computes, and as it rests between steps.
+"""A configuration says how an operator or a block of them is placed on the axes of a mesh: as it computes, and as it rests
+between steps.
 
 A placement per axis, named as in torch's DTensor. Along the data axes of a mesh the ZeRO levels (Rajbhandari et al., arXiv
 1910.02054, section 5) are values of `Storage`:
@@ -65,7 +66,8 @@ def parse_placement(text: object) -> Placement:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where parameters, their gradients and the optimizer's state rest between steps: a placement per axis of the mesh.
+    """A `Storage` says where parameters, their gradients and the optimizer's state rest between steps: a placement per axis of
+    the mesh.
 
     Raises ValueError where the three do not name equally many axes, one is partial, or a tensor would be sharded along an
     axis along which one derived from it is whole.
@@ -107,7 +109,9 @@ class Storage:
         return cls(placed(3), placed(2), placed(1))
 
     def sharded_axes(self, kind: str) -> tuple[int, ...]:
-        """Indices of the axes along which `kind` (``"parameters"``, ``"gradients"``, ``"optimizer_state"``) is sharded."""
+        """Return the indices of the axes along which `kind` (``"parameters"``, ``"gradients"``, ``"optimizer_state"``) is
+        sharded.
+        """
         return self._sharded_axes[kind]
 
     @cached_property

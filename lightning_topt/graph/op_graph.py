@@ -88,7 +88,7 @@ class OpGraph:
         return segments(self.step, [block.name for block in self.blocks])
 
     def with_blocks(self, blocks: Iterable[Block]) -> OpGraph:
-        """The same step with `blocks` to decide about: operators and parameters go to the outermost block around them.
+        """Return the same step with `blocks` to decide about: operators and parameters go to the outermost block around them.
 
         `blocks` are block ``""`` and modules that are not inside one another. Raises ValueError where one of them is no
         module of this graph.
@@ -107,7 +107,7 @@ class OpGraph:
         )
 
     def block_parameters(self, block: str) -> list[Parameter]:
-        """The parameters that `block` owns."""
+        """Return the parameters that `block` owns."""
         return self._by_block.get(block, [])
 
     @cached_property
@@ -118,7 +118,7 @@ class OpGraph:
         return found
 
     def to_json(self) -> str:
-        """The graph as JSON text; `from_json` reads it back."""
+        """Return the graph as JSON text; `from_json` reads it back."""
         return json.dumps(encode_parts(vars(self)))
 
     @classmethod
@@ -128,7 +128,7 @@ class OpGraph:
 
 
 def model_fingerprint(model: str, parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """A short hash of a model's class name and its parameters: name, shape and dtype (``"float32"``) of each."""
+    """Return a short hash of a model's class name and its parameters: name, shape and dtype (``"float32"``) of each."""
     text = json.dumps([model, sorted((name, list(shape), dtype) for name, shape, dtype in parameters)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -81,7 +81,7 @@ class _Describer:
 
 
 def _surroundings(cls: type) -> Iterator[Any]:
-    """What the code of a user's class can change: globals of its file, attributes of the class, closures of `forward`."""
+    """Yield what the code of a user's class can change: globals of its file, attributes of the class, closures of `forward`."""
     plain = (int, float, str, bool, type(None), list, dict, set, Tensor, collections.deque)
     for base in cls.__mro__:
         if not is_users(base.__module__):

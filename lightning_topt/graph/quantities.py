@@ -13,7 +13,7 @@ class Amount:
     per_sample: float = 0.0
 
     def at(self, batch_size: float) -> float:
-        """The quantity for `batch_size` samples per rank."""
+        """Return the quantity for `batch_size` samples per rank."""
         return self.fixed + self.per_sample * batch_size
 
     def __add__(self, other: Amount) -> Amount:
@@ -21,7 +21,7 @@ class Amount:
 
     @classmethod
     def fit(cls, batch_sizes: tuple[int, int], values: tuple[float, float]) -> Amount:
-        """The line through two measurements; a constant when both batch sizes are equal."""
+        """Return the line through two measurements; a constant when both batch sizes are equal."""
         (b0, b1), (v0, v1) = batch_sizes, values
         per_sample = 0.0 if b0 == b1 else (v1 - v0) / (b1 - b0)
         return cls(v0 - per_sample * b0, per_sample)

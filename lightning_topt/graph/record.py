@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward pass: its saved tensors are recorded."""
+        """Wrap the forward pass: its saved tensors are recorded."""
         with ExitStack() as stack:
             stack.enter_context(self)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
-        """Around the backward pass from `loss`."""
+        """Wrap the backward pass from `loss`."""
         self.is_backward = True
         self.current = self.nodes.op_of(loss.grad_fn, self.current)
         self.recording.backward_start = len(self.recording.kernel_ops)
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self.recording.ops) - 1
 
     def stack(self) -> tuple[str, ...]:
-        """The modules whose calls are under way, outermost first."""
+        """Return the modules whose calls are under way, outermost first."""
         return tuple(frame.call.path for frame in self._frames)
 
     # ---- kernels and memory ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What one run of a training step left behind: operators, calls of modules, lifetimes of memory. Plain values.
+"""A recording is what one run of a training step left behind: operators, calls of modules, lifetimes of memory. Plain values.
 
 Time is counted in kernels: tick t is the moment after the t-th low-level call that computes something.
 """
@@ -85,7 +85,7 @@ class Recording:
     repetitions: dict[str, Any] = field(default_factory=dict)
 
     def sequence(self) -> Sequence[tuple[object, ...]]:
-        """What two runs must have in common to be compared: every operator and the names of its kernels."""
+        """Return what two runs must have in common to be compared: every operator and the names of its kernels."""
         return [
             (op.name, tuple(kernel.name for kernel in op.forward), tuple(kernel.name for kernel in op.backward))
             for op in self.ops

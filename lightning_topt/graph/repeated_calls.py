@@ -142,7 +142,7 @@ def _like(tensor: Tensor) -> Like:
 
 
 def _call_key(structure: Any, tensors: list[Tensor], recorder: Recorder) -> Hashable | None:
-    """What calls have in common that may be alike; None for a call that cannot be compared."""
+    """Return what calls have in common that may be alike; None for a call that cannot be compared."""
     if structure is None or sum(tensor.requires_grad for tensor in tensors) > 1:
         return None
     facts: list[Hashable] = []

@@ -13,7 +13,7 @@ from lightning_topt.graph.structures import map_tensors, tensors_in
 
 
 def batch_sizes(batch: Any, second_batch: Any | None) -> tuple[int, int]:
-    """Samples in the two batches; where there is no second one, it is taken to be twice as large.
+    """Return the samples in the two batches; where there is no second one, it is taken to be twice as large.
 
     With two batches the batch size is whatever differs between their tensors, in any dimension; with one it is the size
     of dimension 0, which all tensors that have one must share. Raises CaptureError with advice otherwise.
@@ -51,7 +51,7 @@ def common_size(batch: Any) -> int:
 
 
 def fake_batch(batch: Any, *, samples: tuple[int, int], device: torch.device) -> Any:
-    """`batch` with empty tensors on `device`; call it under a fake mode.
+    """Return `batch` with empty tensors on `device`; call it under a fake mode.
 
     Args:
         samples: (m, n) makes n samples of m along dimension 0; nothing changes when they are equal.

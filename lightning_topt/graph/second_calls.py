@@ -1,4 +1,4 @@
-"""Which modules may run their forward again in the backward pass: those whose second call does what the first did.
+"""Modules whose second call does what the first did may run their forward again in the backward pass.
 
 [Note: second calls] A forward pass runs on a fresh copy. When it is over, as in a backward pass, every candidate is called
 again with the arguments of its first call, the last one first. Its forward may be recomputed if this call
@@ -79,7 +79,7 @@ def find_repeatable(
 
 
 def _around(path: str, paths: Mapping[str, Any]) -> str | None:
-    """`path` or the module around it that is in `paths`."""
+    """Return `path` or the module around it that is in `paths`."""
     while path and path not in paths:
         path = path.rpartition(".")[0]
     return path or None
@@ -169,7 +169,7 @@ class _Candidate:
         return out
 
     def repeats(self, trace: Trace) -> bool:
-        """Whether a call with the same arguments does the same."""
+        """Return whether a call with the same arguments does the same."""
         assert self.first is not None and self.surroundings is not None
         roots = [self.module, self.args, self.kwargs]
         before, drawn = describe(roots), _drawn()
@@ -193,7 +193,7 @@ def _saved(trace: Trace, *, keep: bool) -> AbstractContextManager[Any]:
 
 
 class _Surroundings:
-    """What `torch.utils.checkpoint` sets back before it calls again: random states and autocast."""
+    """`_Surroundings` are what `torch.utils.checkpoint` sets back before it calls again: random states and autocast."""
 
     def __init__(self, *, real: bool) -> None:
         uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What a copy of a module must not do: log, print, step optimizers, check or synchronize metrics."""
+"""A copy of a module must not log, print, step optimizers, check or synchronize metrics."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ class Module:
 
 @dataclass(frozen=True)
 class Step:
-    """What happened when: `order` is the index of the operator (in ``graph.ops``) whose kernel runs at each position.
+    """A `Step` says what happened when: `order` is the index of the operator (in ``graph.ops``) whose kernel runs at each
+    position.
 
     The backward pass starts at position `backward_start`. `workspaces` are bytes that kernels take inside, at their
     positions. `batch_sizes` are the two at which the step ran, equal where it ran at one only: amounts are exact there.
@@ -80,7 +81,7 @@ class Step:
     workspaces: tuple[tuple[int, Amount], ...] = ()
 
     def is_kept(self, tensor: StepTensor) -> bool:
-        """Whether `tensor` was made in the forward pass and is alive when the backward pass starts."""
+        """Return whether `tensor` was made in the forward pass and is alive when the backward pass starts."""
         return tensor.first < self.backward_start < tensor.end and tensor.gradient_of is None
 
     def check(self, operators: Container[str], *, count: int) -> None:

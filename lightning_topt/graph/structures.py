@@ -16,7 +16,7 @@ CONTAINERS = (Tensor, Mapping, list, tuple, collections.deque)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """A copy of a batch with `function` applied to the tensors in mappings, sequences, dataclasses and objects."""
+    """Return a copy of a batch with `function` applied to the tensors in mappings, sequences, dataclasses and objects."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
@@ -45,7 +45,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a batch in the order of `map_tensors`."""
+    """Yield the tensors of a batch in the order of `map_tensors`."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, PLAIN):

@@ -42,7 +42,9 @@ class Segment:
 
 
 def segments(step: Step, blocks: Iterable[str]) -> tuple[Segment, ...]:
-    """The forward pass of `step` cut at the calls of the modules `blocks`, in forward order; all else is block ``""``."""
+    """Return the forward pass of `step` cut at the calls of the modules `blocks`, in forward order; all else is block
+    ``""``.
+    """
     stretches = _stretches(step, set(blocks) - {""})
     small, large = (_sizes(StepMemory(step, size), stretches) for size in step.batch_sizes)
     return tuple(
@@ -83,11 +85,11 @@ class StepMemory:
         return total
 
     def kept(self, first: int, end: int) -> int:
-        """Bytes made at ``first <= position < end`` of the forward pass and live when the backward pass starts."""
+        """Return the bytes made at ``first <= position < end`` of the forward pass and live when the backward pass starts."""
         return int(self._kept_until[end] - self._kept_until[first])
 
     def output(self, call: ModuleCall) -> int:
-        """Bytes that stay when `call` is recomputed: its kept outputs, and its inputs that nothing else keeps."""
+        """Return the bytes that stay when `call` is recomputed: its kept outputs, and its inputs that nothing else keeps."""
         tensors = self.step.tensors
         own = [i for i in call.outputs if self.step.is_kept(tensors[i]) and tensors[i].first >= call.first]
         inputs = [i for i in call.inputs if not self.step.is_kept(tensors[i])]

@@ -33,7 +33,7 @@ def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 @functools.cache
 def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """(position, name) of the arguments that the schema of `func` marks as written."""
+    """Return (position, name) of the arguments that the schema of `func` marks as written."""
     return tuple(
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)

@@ -45,7 +45,7 @@ _EVEN_WORK: tuple[type[Optimizer], ...] = (optim.Adafactor, LARS, LAMB)
 
 @dataclass(frozen=True)
 class Sharing:
-    """What all optimizers of a fit have in common.
+    """`Sharing` is what all optimizers of a fit have in common.
 
     `group`: the ranks, and the timeout of every wait. `reduced`: the parameters whose gradients are equal on all of them; only
     these are shared. `always`: every group, from the first step, without measuring. `node`: the ranks through the memory of
@@ -268,7 +268,7 @@ class AdaptiveStep:
             self.optimizer.step = self  # type: ignore[method-assign]
 
     def _worthwhile_pieces(self) -> list[Piece]:
-        """Of groups for which sharing takes less time, by the seconds measured."""
+        """Return the pieces of groups for which sharing takes less time, by the seconds measured."""
         parameters, world_size = parameters_of(self.optimizer), dist.get_world_size(self.sharing.group)
         shares = self._shares(self._seconds_of_all())
         if self._gather is None:
@@ -286,7 +286,7 @@ class AdaptiveStep:
         return pieces
 
     def _pieces_without_measuring(self) -> list[Piece]:
-        """Of all groups, in proportion to the work that is expected."""
+        """Return the pieces of all groups, in proportion to the work that is expected."""
         shares = self._shares(estimate_seconds(self.optimizer, work=self.work, whole_seconds=[1.0]))
         self.decisions = [
             Decision(group, False, nan, nan, nan, f"group {group}: shared from the first step on, as told", True)
@@ -319,10 +319,10 @@ class AdaptiveStep:
 
 
 def is_faster(plain_seconds: float, shared_seconds: float) -> bool:
-    """Whether steps are faster when shared: the slowest rank's seconds, the same on all."""
+    """Return whether steps are faster when shared: the slowest rank's seconds, the same on all."""
     return shared_seconds < plain_seconds
 
 
 def _sent_bytes(parameter: Tensor, dtype: torch.dtype | None) -> int:
-    """What travels of it in a step: nothing without a gradient."""
+    """Return the bytes that travel of it in a step: none without a gradient."""
     return 0 if parameter.grad is None else parameter.numel() * sent_dtype(parameter, dtype).itemsize

@@ -1,4 +1,4 @@
-"""Who updates what: shares of the optimizer's work balanced by cost and by bytes at once.
+"""An assignment says who updates what: shares of the optimizer's work are balanced by cost and by bytes at once.
 
 Parameters that stay whole go by longest processing time first (Graham, 1969: at most 4/3 - 1/(3P) times the best for one
 criterion), to the rank whose larger load, of cost or of bytes, stays smallest. Those that may be cut then fill the ranks up
@@ -49,7 +49,7 @@ class Loads:
         self.bytes = [0.0] * world_size
 
     def fractions(self, share: Share) -> tuple[float, float]:
-        """A share's cost and bytes."""
+        """Return a share's cost and bytes."""
         cost = share.cost_seconds / self.total_cost if self.total_cost else 0.0
         return cost, share.nbytes / self.total_bytes if self.total_bytes else 0.0
 
@@ -60,7 +60,7 @@ class Loads:
         self.bytes[owner] += nbytes * rows / share.rows
 
     def least_after(self, share: Share) -> int:
-        """The rank whose larger load would be smallest with the share; then the smaller sum, then the first."""
+        """Return the rank whose larger load would be smallest with the share; then the smaller sum, then the first."""
         cost, nbytes = self.fractions(share)
 
         def after(rank: int) -> tuple[float, float, int]:
@@ -70,12 +70,12 @@ class Loads:
         return min(range(len(self.cost)), key=after)
 
     def level(self) -> float:
-        """The largest load, of cost or bytes, of any rank."""
+        """Return the largest load, of cost or bytes, of any rank."""
         return max(*self.cost, *self.bytes)
 
 
 def assign_pieces(shares: Sequence[Share], *, world_size: int) -> list[Piece]:
-    """An owner for every row of every share, sorted by parameter and row.
+    """Return an owner for every row of every share, sorted by parameter and row.
 
     The largest load of any rank, of cost or of bytes (each as a fraction of its total), is kept small: a list scheduling
     bound for whole shares, and to a row for those that may be cut.
@@ -98,7 +98,7 @@ def assign_pieces(shares: Sequence[Share], *, world_size: int) -> list[Piece]:
 
 
 def fill_up(shares: Sequence[Share], loads: Loads) -> list[float]:
-    """The fraction of `shares`, taken as one mass, for each rank, so that the largest load is as small as it can be."""
+    """Return the fraction of `shares`, taken as one mass, for each rank, so that the largest load is as small as it can be."""
     cost, nbytes = _sums(shares, loads)
     if cost == nbytes == 0:
         return [1 / len(loads.cost)] * len(loads.cost)
@@ -170,7 +170,7 @@ def _cut(run: Sequence[Share], fractions: Sequence[float], loads: Loads) -> list
 
 
 def _sizes(run: Sequence[Share]) -> list[float]:
-    """What is cut evenly: bytes, so that memory is exact and cost nearly; without any, cost; without that, rows."""
+    """Return what is cut evenly: bytes, so that memory is exact and cost nearly; without any, cost; without that, rows."""
     for sizes in ([float(share.nbytes) for share in run], [share.cost_seconds for share in run]):
         if any(sizes):
             return sizes
@@ -178,7 +178,7 @@ def _sizes(run: Sequence[Share]) -> list[float]:
 
 
 def _rows_within(room: float, per_row: float, left: int, snap: float) -> int:
-    """How many of `left` rows fit into `room`, to the nearest row; none or all where that is within `snap`."""
+    """Return how many of `left` rows fit into `room`, to the nearest row; none or all where that is within `snap`."""
     if room >= left * per_row - snap:
         return left
     return 0 if room < snap else round(room / per_row)

@@ -1,4 +1,4 @@
-"""Where buckets of gradients are cut so that every rank owns one contiguous slice of each, made of whole rows."""
+"""Buckets of gradients are cut so that every rank owns one contiguous slice of each, made of whole rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Segment:
 
 
 def segment_of(gradient: Tensor, *, offset: int, splittable: bool) -> Segment:
-    """The segment of a parameter whose gradient lies as `gradient` does in its bucket, from element `offset` on.
+    """Return the segment of a parameter whose gradient lies as `gradient` does in its bucket, from element `offset` on.
 
     Cuts are allowed between rows where these are contiguous in memory (also channels-last; not in a transposed matrix).
     """
@@ -32,7 +32,7 @@ def segment_of(gradient: Tensor, *, offset: int, splittable: bool) -> Segment:
 
 
 def cut_buckets(buckets: Sequence[Sequence[Segment]], *, world_size: int) -> list[tuple[int, ...]]:
-    """The `world_size` + 1 offsets of every bucket between which the ranks' slices lie.
+    """Return the `world_size` + 1 offsets of every bucket between which the ranks' slices lie.
 
     Ranks' sums over all buckets are equal to within a row (of the last bucket); a slice may be empty.
     """
@@ -60,7 +60,7 @@ def _nearest_cut(segments: Sequence[Segment], wanted: int) -> int:
 
 
 def pieces_of_segment(segment: Segment, cuts: Sequence[int], *, rows: int, index: int) -> list[Piece]:
-    """The pieces of a parameter with `rows` rows in a bucket with `cuts`, in order; none for one without elements."""
+    """Return the pieces of a parameter with `rows` rows in a bucket with `cuts`, in order; none for one without elements."""
     pieces = []
     for owner, cut in enumerate(pairwise(cuts)):
         begin, end = max(cut[0], segment.offset), min(cut[1], segment.offset + segment.numel)
@@ -72,5 +72,5 @@ def pieces_of_segment(segment: Segment, cuts: Sequence[int], *, rows: int, index
 
 
 def offsets_of(numels: Sequence[int]) -> list[int]:
-    """The first element of each of several tensors that lie one after the other."""
+    """Return the first element of each of several tensors that lie one after the other."""
     return [0, *accumulate(numels)][: len(numels)]

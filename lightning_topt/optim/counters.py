@@ -1,4 +1,4 @@
-"""What counts the calls of an optimizer's step outside of the state of its parameters."""
+"""Counters count the calls of an optimizer's step outside of the state of its parameters."""
 
 from __future__ import annotations
 

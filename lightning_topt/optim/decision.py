@@ -1,4 +1,4 @@
-"""When sharing the optimizer's step pays: what it saves against what gathering the parameters costs.
+"""The decision says when sharing the optimizer's step pays: what it saves against what gathering the parameters costs.
 
 PTO (arXiv 2010.10458): t_op (1 - 1/P) > t_all-gather. Here with the busiest rank's real part of t_op instead of 1/P, for
 every parameter group. All numbers are the slowest rank's, so that all ranks decide alike.
@@ -133,7 +133,7 @@ def _synchronize(device: torch.device) -> None:
 def group_costs(
     shares: Sequence[Share], pieces: Sequence[Piece], *, sent_bytes: Mapping[int, int], world_size: int
 ) -> list[GroupCost]:
-    """The costs of every group of `shares` when they are split into `pieces`; `sent_bytes` by parameter index.
+    """Return the costs of every group of `shares` when they are split into `pieces`; `sent_bytes` by parameter index.
 
     Groups make up for each other's imbalance, so the busiest rank's time is attributed in proportion to their updates.
     """
@@ -153,7 +153,7 @@ def group_costs(
 
 
 def decide(costs: Sequence[GroupCost], *, world_size: int, gather: GatherCost, always: bool = False) -> list[Decision]:
-    """For each group, whether it is faster to share its update: seconds saved on the busiest rank > seconds to gather.
+    """Decide for each group whether it is faster to share its update: seconds saved on the busiest rank > seconds to gather.
 
     The latency, which all groups pay together, is attributed by bytes. With `always` all are shared, whatever it costs;
     with one rank none is.
@@ -196,7 +196,7 @@ def choose_pieces(
     gather: GatherCost,
     always: bool = False,
 ) -> tuple[list[Piece], list[Decision]]:
-    """Pieces of the parameters whose groups are worth sharing, and a decision for every group, sorted.
+    """Return the pieces of the parameters whose groups are worth sharing, and a decision for every group, sorted.
 
     What one group gains depends on which others fill up the ranks with it: the group that loses most is left out until all
     that remain gain. Arguments that are equal on all ranks (`slowest_of_ranks`) give equal pieces.

@@ -34,7 +34,7 @@ class _Outline:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters in the order in which pieces and ``Optimizer.state_dict`` count them."""
+    """Return the parameters in the order in which pieces and ``Optimizer.state_dict`` count them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -73,7 +73,7 @@ def check_cut_state(optimizer: Optimizer, *, keys: Keys) -> None:
 def gather_state_dict(
     optimizer: Optimizer, pieces: Sequence[Piece], *, keys: Keys, group: dist.ProcessGroup | None = None
 ) -> State:
-    """The full state, as the optimizer's own ``state_dict`` writes it, on rank 0 of `group`; elsewhere {}.
+    """Return the full state, as the optimizer's own ``state_dict`` writes it, on rank 0 of `group`; elsewhere {}.
 
     Collective call. Tensors travel one by one and arrive on the CPU, so that no device holds more than one extra tensor.
     """
@@ -82,7 +82,7 @@ def gather_state_dict(
 
 
 def state_dict_of(optimizer: Optimizer, pieces: Sequence[Piece], whole: Mapping[int, State]) -> State:
-    """What the ``state_dict`` of the optimizer's class returns with the `whole` states of parameters that have pieces."""
+    """Return what the ``state_dict`` of the optimizer's class returns with `whole` states of parameters that have pieces."""
     parameters, spread = parameters_of(optimizer), {piece.index for piece in pieces}
     state = optimizer.state
     full = copy.copy(state)
@@ -109,7 +109,7 @@ def whole_states(
     group: dist.ProcessGroup | None = None,
     to: int | None = None,
 ) -> Iterator[tuple[int, State]]:
-    """(index of a parameter with pieces, its whole state) on rank `to` in CPU memory, or on all ranks where it lives.
+    """Yield (index of a parameter with pieces, its whole state) on rank `to` in CPU memory, or on all ranks where it lives.
 
     Collective: all ranks exhaust the iterator; ranks that receive nothing get nothing. Parameters that no owner has state
     of are left out.
@@ -141,7 +141,8 @@ def exact_parameters(
     exact: Mapping[Piece, Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> dict[int, Tensor]:
-    """Parameters whose `rounded` pieces have exact values at their owners (`exact`), by index, on rank 0 in CPU memory.
+    """Return the parameters whose `rounded` pieces have exact values at their owners (`exact`), by index, on rank 0 in CPU
+    memory.
 
     Collective call; {} elsewhere.
     """
@@ -230,7 +231,7 @@ def _part(state: Mapping[Any, Any], parameter: Tensor, *, piece: Piece, key: Ten
 
 
 def laid_out(leaf: Any, like: Tensor) -> Any:
-    """`leaf` with the strides of the parameter that it belongs to: fused kernels take equal ones for granted."""
+    """Return `leaf` with the strides of the parameter that it belongs to: fused kernels take equal ones for granted."""
     if not isinstance(leaf, Tensor) or leaf.shape != like.shape or leaf.stride() == like.stride():
         return leaf
     return torch.empty_like(like, dtype=leaf.dtype, device=leaf.device).copy_(leaf)

@@ -25,7 +25,7 @@ PACK_BYTES = 8 << 20  # small pieces travel in packs of about this size: packing
 
 
 def sent_dtype(parameter: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """How values of `parameter` travel: as `dtype` where it is narrower than the parameter's own floating-point type."""
+    """Return how values of `parameter` travel: as `dtype` where it is narrower than the parameter's own floating-point type."""
     narrower = dtype is not None and parameter.is_floating_point() and dtype.itemsize < parameter.element_size()
     return dtype if narrower and dtype is not None else parameter.dtype
 
@@ -128,7 +128,7 @@ class PieceGather:
         return [self.node.gather_rows(parts)] * len(messages) if messages else []
 
     def gather(self, indices: Collection[int] | None = None) -> None:
-        """`start` and wait."""
+        """Do `start` and wait."""
         self.start(indices).wait()
 
     def _messages(self, indices: Collection[int] | None) -> list[_Message]:

@@ -22,7 +22,7 @@ from lightning_topt.optim.lars import Adapt, check_options, is_adapted, tensor_n
 
 
 def update_ratios(norms: Tensor, *, trust_clip: float | None) -> Tensor:
-    """‖w‖ / ‖u‖ (layers,), at most `trust_clip`, from `norms` (2, layers); 1 where either norm is zero."""
+    """Return ‖w‖ / ‖u‖ (layers,), at most `trust_clip`, from `norms` (2, layers); 1 where either norm is zero."""
     weights, updates = norms
     ratios = torch.where((weights > 0) & (updates > 0), weights / updates, 1.0)
     return ratios if trust_clip is None else ratios.clamp(max=trust_clip)
@@ -58,7 +58,7 @@ class LAMB(Optimizer):
         super().__init__(params, {**defaults, "trust_clip": trust_clip, "adapt": adapt})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer's; raises ValueError for bad options."""
+        """Add a group as every optimizer does; raises ValueError for bad options."""
         check_options(self, param_group, positive=("lr", "eps", "weight_decay"))
         options = {**self.defaults, **param_group}
         if not all(0 <= beta < 1 for beta in options["betas"]):
@@ -102,7 +102,7 @@ class LAMB(Optimizer):
 
 
 def add_scaled(parameters: list[Tensor], updates: list[Tensor], *, rates: Tensor) -> None:
-    """w ← w + rate * update with one rate (parameters,) each; `updates` are overwritten."""
+    """Compute w ← w + rate * update with one rate (parameters,) each; `updates` are overwritten."""
     torch._foreach_mul_(updates, list(rates.unbind()))
     torch._foreach_add_(parameters, updates)
 
@@ -148,5 +148,5 @@ def _prepare(state: dict[str, Any], like: Tensor) -> None:
 
 
 def _in_order_of(like: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor`, copied if its elements lie in another order than those of `like`: the fused kernel walks through memory."""
+    """Return `tensor`, copied if its elements lie in another order than `like`'s: the fused kernel walks through memory."""
     return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)

@@ -30,7 +30,7 @@ _SMALLEST_FUSED_RATE = 1e-7
 
 
 def layer_norms(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """‖w‖ and ‖g‖ of every layer: (2, layers), in float32, or in float64 if a parameter is; no wait for the device.
+    """Return ‖w‖ and ‖g‖ of every layer: (2, layers), in float32, or in float64 if a parameter is; no wait for the device.
 
     A tensor's norm does not depend on the other tensors of the call, bit for bit.
     """
@@ -38,7 +38,7 @@ def layer_norms(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Te
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norms (number of tensors,) on the first one's device; see `layer_norms`."""
+    """Return the 2-norms (number of tensors,) on the first one's device; see `layer_norms`."""
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     if not tensors:
         return torch.empty(0)
@@ -47,19 +47,19 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def trust_ratios(norms: Tensor, *, weight_decay: float, trust_coefficient: float, eps: float) -> Tensor:
-    """λ (layers,) from the (2, layers) of `layer_norms`: η ‖w‖ / (‖g‖ + β ‖w‖ + eps), or 1 where either norm is zero."""
+    """Return λ (layers,) from the (2, layers) of `layer_norms`: η ‖w‖ / (‖g‖ + β ‖w‖ + eps), or 1 where either norm is zero."""
     weights, gradients = norms
     ratios = trust_coefficient * weights / (gradients + weight_decay * weights + eps)
     return torch.where((weights > 0) & (gradients > 0), ratios, 1.0)
 
 
 def is_adapted(parameter: Tensor, adapt: Adapt) -> bool:
-    """Whether the rate of `parameter` is scaled by a trust ratio."""
+    """Return whether the rate of `parameter` is scaled by a trust ratio."""
     return adapt == "all" or (adapt == "matrices" and parameter.dim() > 1)
 
 
 def check_options(optimizer: Optimizer, group: Mapping[str, Any], *, positive: Sequence[str]) -> None:
-    """ValueError for a negative option among `positive`, for an unknown `adapt`, and for complex parameters."""
+    """Raise ValueError for a negative option among `positive`, for an unknown `adapt`, and for complex parameters."""
     options = {**optimizer.defaults, **group}
     name = type(optimizer).__name__
     for option in positive:
@@ -73,7 +73,7 @@ def check_options(optimizer: Optimizer, group: Mapping[str, Any], *, positive: S
 
 
 def with_gradients(group: Mapping[str, Any]) -> list[Tensor]:
-    """The parameters of `group` that have a gradient. ValueError for a sparse one."""
+    """Return the parameters of `group` that have a gradient. ValueError for a sparse one."""
     parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
     if any(p.grad.is_sparse for p in parameters if p.grad is not None):
         raise ValueError("trust ratios need dense gradients; build the embedding with sparse=False")
@@ -112,7 +112,7 @@ class LARS(Optimizer):
         super().__init__(params, {**defaults, "eps": eps, "nesterov": nesterov, "adapt": adapt})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer's; raises ValueError for bad options."""
+        """Add a group as every optimizer does; raises ValueError for bad options."""
         check_options(self, param_group, positive=("lr", "momentum", "weight_decay", "trust_coefficient", "eps"))
         options = {**self.defaults, **param_group}
         if options["nesterov"] and not options["momentum"]:
@@ -174,7 +174,7 @@ def update_each(
     weight_decay: float,
     nesterov: bool,
 ) -> None:
-    """One parameter after the other, for CPU: in one pass over memory where torch's fused SGD can express the update.
+    """Update one parameter after the other, for CPU: in one pass over memory where torch's fused SGD can express the update.
 
     `rates` are γ λ; `buffers` is empty without momentum.
     """
@@ -210,7 +210,7 @@ def update_together(
     weight_decay: float,
     nesterov: bool,
 ) -> None:
-    """All parameters with a few calls, without waiting for the device; `rates` γ λ is a number or (parameters,)."""
+    """Update all parameters with a few calls, without waiting for the device; `rates` γ λ is a number or (parameters,)."""
     if weight_decay:
         updates = list(torch._foreach_add(list(gradients), list(parameters), alpha=weight_decay))
     else:

@@ -92,7 +92,7 @@ class LocalStep:
             self._stand_ins = {p: key for p, key in self._stand_ins.items() if p in set(parameters_of(self.optimizer))}
 
     def detach(self) -> None:
-        """The optimizer's own step again; whoever wrapped this one since calls through to it."""
+        """Give the optimizer its own step again; whoever wrapped this one since calls through to it."""
         self._stand_ins.clear()
         if self.optimizer.__dict__.get("step") is self:
             del self.optimizer.__dict__["step"]

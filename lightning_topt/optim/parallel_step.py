@@ -189,11 +189,11 @@ class ParallelStep:
         return self._gather.start(self.active)
 
     def gather(self) -> None:
-        """`start_gather` and wait."""
+        """Do `start_gather` and wait."""
         self.start_gather().wait()
 
     def current_pieces(self) -> list[Piece]:
-        """The pieces, counted as the optimizer counts its parameters now (groups may have grown since)."""
+        """Return the pieces, counted as the optimizer counts its parameters now (groups may have grown since)."""
         return list(self._counted_now().values())
 
     def _current_keys(self) -> Mapping[Piece, Tensor]:
@@ -223,7 +223,7 @@ class ParallelStep:
         self._use(pieces)
 
     def own_states(self) -> dict[Piece, State]:
-        """The states of this rank's pieces, which count parameters as the groups do now; in the optimizer's memory."""
+        """Return the states of this rank's pieces, which count parameters as the groups do now; in the optimizer's memory."""
         state = self.optimizer.state
         return {piece: dict(state[key]) for piece, key in self._current_keys().items() if key in state}
 
@@ -234,7 +234,7 @@ class ParallelStep:
         )
 
     def state_dict(self) -> State:
-        """The unsharded optimizer's ``state_dict``, in CPU memory, on rank 0 after `consolidate_state_dict`."""
+        """Return the unsharded optimizer's ``state_dict``, in CPU memory, on rank 0 after `consolidate_state_dict`."""
         if self._removed and not self.pieces:
             return type(self.optimizer).state_dict(self.optimizer)
         if not self._consolidated:
@@ -262,7 +262,7 @@ class ParallelStep:
         self.detach()
 
     def detach(self) -> None:
-        """The optimizer's own methods again, its state left in pieces: `consolidate_state_dict` still gathers it."""
+        """Give the optimizer its own methods again, its state left in pieces: `consolidate_state_dict` still gathers it."""
         self._removed = True  # whoever wrapped a method since calls through to the original
         for name in _REPLACED:
             if getattr(self.optimizer.__dict__.get(name), "__self__", self.optimizer.__dict__.get(name)) is self:

@@ -27,17 +27,17 @@ class Piece:
 
 
 def num_rows(parameter: Tensor) -> int:
-    """The rows that pieces of `parameter` may be cut at: its first dim; 1 without dims."""
+    """Return the rows that pieces of `parameter` may be cut at: its first dim; 1 without dims."""
     return int(parameter.shape[0]) if parameter.dim() else 1
 
 
 def is_whole(piece: Piece, parameter: Tensor) -> bool:
-    """Whether `piece` is all of `parameter`."""
+    """Return whether `piece` is all of `parameter`."""
     return piece.start == 0 and piece.stop == num_rows(parameter)
 
 
 def rows_of(tensor: Tensor, piece: Piece) -> Tensor:
-    """The view of `tensor` (shaped like the parameter, or a parameter) that `piece` covers: (stop - start, ...)."""
+    """Return the view of `tensor` (shaped like the parameter, or a parameter) that `piece` covers: (stop - start, ...)."""
     tensor = tensor.detach()
     return tensor if is_whole(piece, tensor) else tensor[piece.start : piece.stop]
 

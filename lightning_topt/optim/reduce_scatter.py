@@ -43,7 +43,7 @@ _made = itertools.count()  # exchanges are made in the same order on all ranks
 
 @dataclass(frozen=True)
 class _Layout:
-    """What a bucket holds."""
+    """A `_Layout` says what a bucket holds."""
 
     identities: tuple[int, ...]
     segments: tuple[Segment, ...]
@@ -115,7 +115,7 @@ class ReduceScatterExchange:
         return bool(self._pieces)
 
     def pieces_of(self, optimizer: Optimizer) -> list[Piece]:
-        """Which rank owns which rows of the parameters of `optimizer`, for `ParallelStep`.
+        """Return which rank owns which rows of the parameters of `optimizer`, for `ParallelStep`.
 
         Parameters that DDP does not exchange (frozen ones) have no piece. Raises ValueError unless `ready`.
         """
@@ -156,7 +156,7 @@ class ReduceScatterExchange:
         self._begun = False
 
     def own_pieces(self, parameter: Tensor) -> list[Piece] | None:
-        """This rank's pieces of `parameter` (`index` is the bucket's); None where its gradient is whole on every rank."""
+        """Return this rank's pieces of `parameter` (`index` is the bucket's); None if its gradient is whole on every rank."""
         if not self.scattered or id(parameter) not in self._pieces:
             return None
         return [piece for piece in self._pieces[id(parameter)] if piece.owner == self.rank]

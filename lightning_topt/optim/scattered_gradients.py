@@ -1,4 +1,6 @@
-"""What reads whole gradients elsewhere, on gradients of which every rank has its own rows only: norms, clipping, overflow."""
+"""Norms, clipping and overflow, which read whole gradients elsewhere, work on gradients of which every rank has its own rows
+only.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,13 @@ class ScatteredGradients:
         self.exchange, self.optimizers = exchange, optimizers
 
     def own(self) -> list[Tensor]:
-        """Parameters that alias this rank's rows, each with its gradient; whole parameters where the gradient is whole."""
+        """Return the parameters that alias this rank's rows, each with its gradient; whole parameters where the gradient is
+        whole.
+        """
         return [*self._split(), *self._whole()]
 
     def norm(self, *, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients together, equal on all ranks, without dims; 0 where there are none.
+        """Return the norm of all gradients together, equal on all ranks, without dims; 0 where there are none.
 
         A collective call. As ``torch.nn.utils.get_total_norm`` of the whole gradients, in another order of summation.
         """

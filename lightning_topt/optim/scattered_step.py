@@ -45,11 +45,11 @@ class ScatteredStep:
         self.steps: list[ParallelStep] = []
 
     def gradients(self, optimizer: Optimizer) -> ScatteredGradients:
-        """The gradients of one of the optimizers, to clip them or for their norm."""
+        """Return the gradients of one of the optimizers, to clip them or for their norm."""
         return ScatteredGradients(self.exchange, optimizers=[optimizer])
 
     def begin_when_ready(self) -> bool:
-        """Once DDP's buckets are final, share what comes (a collective call then); whether that was now.
+        """Share what comes, once DDP's buckets are final (a collective call then); return whether that was now.
 
         Not inside of a step, whose closure runs the backward pass: state is cut to pieces here.
         """

@@ -1,4 +1,4 @@
-"""What reads whole gradients, where some are sharded (DTensors, on one mesh or several): norms, clipping, overflow."""
+"""Norms, clipping and overflow read whole gradients, where some are sharded (DTensors, on one mesh or several)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _partial(parameters: Sequence[Tensor], power: float, device: torch.device) -
 
 
 def _copies(parameter: DTensor) -> int:
-    """How many ranks hold the same shard."""
+    """Return how many ranks hold the same shard."""
     mesh = parameter.device_mesh
     return math.prod(
         size for size, placement in zip(mesh.shape, parameter.placements, strict=True) if not placement.is_shard()

@@ -1,4 +1,4 @@
-"""What one parameter's update costs, measured in the first real steps of the run.
+"""The costs of one parameter's update are measured in the first real steps of the run.
 
 A measured step is a full and correct one: it is made of several calls of ``optimizer.step``, each on the parameters of one
 kind (equal shape, dtype and group), and what counts calls (numbers in the groups and on the optimizer) is set back between
@@ -32,7 +32,7 @@ Work = Literal["elements", "matrices"]
 
 
 def parameter_kinds(optimizer: Optimizer) -> list[list[int]]:
-    """Indices of all parameters, those of one group, shape, dtype and presence of a gradient together."""
+    """Return the indices of all parameters, those of one group, shape, dtype and presence of a gradient together."""
     kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     index = 0
     for number, group in enumerate(optimizer.param_groups):
@@ -43,7 +43,7 @@ def parameter_kinds(optimizer: Optimizer) -> list[list[int]]:
 
 
 def time_step(optimizer: Optimizer, step: Step) -> float:
-    """Seconds of one plain call of `step`, with the device idle before and after."""
+    """Return the seconds of one plain call of `step`, with the device idle before and after."""
     device = _device(optimizer)
     _synchronize(device)
     start = perf_counter()
@@ -71,7 +71,8 @@ def measure_step(optimizer: Optimizer, step: Step, *, kinds: Sequence[Sequence[i
 
 
 def combine(by_kind: Sequence[Mapping[int, float]], *, whole_seconds: Sequence[float]) -> list[float]:
-    """Seconds by parameter index: medians of several `measure_step`, scaled to the median of plain steps, `whole_seconds`.
+    """Return the seconds by parameter index: medians of several `measure_step`, scaled to the median of plain steps,
+    `whole_seconds`.
 
     One call for all parameters is cheaper than one per kind (foreach, launches); only the proportions are the kinds'.
     """
@@ -81,7 +82,7 @@ def combine(by_kind: Sequence[Mapping[int, float]], *, whole_seconds: Sequence[f
 
 
 def estimate_seconds(optimizer: Optimizer, *, work: Work, whole_seconds: Sequence[float]) -> list[float]:
-    """Seconds by parameter index where the calls of a step cannot be told apart: the median of plain steps, spread.
+    """Return the seconds by parameter index where the calls of a step cannot be told apart: the median of plain steps, spread.
 
     `work` "elements": in proportion to elements. "matrices": a matrix (m, n), from flattening all dims but the first, weighs
     max(m, n) min(m, n)^2 elements more, as an orthogonalisation does (Muon). Parameters without gradient cost nothing.
@@ -104,7 +105,7 @@ def _spread(weights: Sequence[float], total: float) -> list[float]:
 def slowest_of_ranks(
     values: Sequence[float], *, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[float]:
-    """The `values` (seconds) of that rank of `group` whose sum is largest, on all ranks: they decide alike from them.
+    """Return the `values` (seconds) of that rank of `group` whose sum is largest, on all ranks: they decide alike from them.
 
     Not the maximum of each value: the sum of maxima of noisy values is more than any rank takes.
     """
@@ -118,7 +119,7 @@ def slowest_of_ranks(
 
 
 def make_shares(optimizer: Optimizer, *, rule: UpdateRule, seconds: Sequence[float]) -> list[Share]:
-    """The shares of all parameters that have elements: `seconds` by index, bytes of state as they are now.
+    """Return the shares of all parameters that have elements: `seconds` by index, bytes of state as they are now.
 
     So not before the first step. A parameter that has no state yet is taken to keep as much per byte of its own as the
     others do.

@@ -29,7 +29,9 @@ class TrialError(ValueError):
 
 @dataclass(frozen=True)
 class Sketch:
-    """What is tried: the options of each group and the shapes of a few of its parameters; and for how many steps."""
+    """A `Sketch` says what is tried: the options of each group and the shapes of a few of its parameters; and for how many
+    steps.
+    """
 
     options: tuple[dict[str, Any], ...]
     shapes: tuple[tuple[torch.Size, ...], ...]
@@ -56,9 +58,9 @@ Select = Callable[[Tensor], Tensor]  # the rows of a tensor shaped like a trial 
 
 
 def make_sketch(optimizer: Optimizer) -> Sketch:
-    """Two parameters of each number of dims in each group (of more than eight, eight different ones), in their real shapes up
-    to a size, and as many steps as the largest integer option (below 50) plus one: methods that start or refresh something
-    every so many steps have that number among their options.
+    """Return two parameters of each number of dims in each group (of more than eight, eight different ones), in their real
+    shapes up to a size, and as many steps as the largest integer option (below 50) plus one: methods that start or refresh
+    something every so many steps have that number among their options.
     """
     groups = optimizer.param_groups
     if len(groups) > _MAX_GROUPS:
@@ -142,7 +144,7 @@ def _shared(clone: Optimizer) -> dict[str, Any]:
 
 
 def initial_parameters(sketch: Sketch) -> list[Tensor]:
-    """The trial parameters before the first step."""
+    """Return the trial parameters before the first step."""
     return [_SCALE * tensor for tensor in _draw(sketch, 0)]
 
 
@@ -184,7 +186,9 @@ def _step(clone: Optimizer) -> None:
 
 
 def same(value: Any, twin: Any, *, change: float | None = None) -> bool:
-    """Whether two results are equal to rounding; `change`: how far the parameter has moved (else the value's own size)."""
+    """Return whether two results are equal to rounding; `change`: how far the parameter has moved (else the value's own
+    size).
+    """
     if not isinstance(value, Tensor) or not isinstance(twin, Tensor):
         if isinstance(value, float) and isinstance(twin, float):
             return abs(value - twin) <= 1e-6 * max(abs(value), abs(twin)) or value != value

@@ -68,7 +68,7 @@ class TrustRatios:
         self.own: list[int] = []
 
     def __call__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-        """‖w‖ and ‖g‖ (2, layers) of all layers. Raises ValueError where a gradient is missing on some ranks.
+        """Return ‖w‖ and ‖g‖ (2, layers) of all layers. Raises ValueError where a gradient is missing on some ranks.
 
         On CPU missing gradients are seen in every step; elsewhere (it takes waiting for the device) in the first one and
         whenever those of this rank have changed.

@@ -1,4 +1,4 @@
-"""What one element's update depends on: the question before an optimizer's work is split between ranks.
+"""An update rule says what one element's update depends on: the question before an optimizer's work is split between ranks.
 
 torch's optimizers and this package's are known. Of every other one a copy is stepped on small tensors: all parameters at
 once, against some of them at a time, against blocks of rows. What agrees to rounding over several steps may be split so.
@@ -47,12 +47,12 @@ class UnsplittableOptimizer(ValueError):
 
 
 def is_one_of(optimizer: Optimizer, classes: tuple[type[Optimizer], ...]) -> bool:
-    """Whether it is one of `classes`, or a subclass that steps as they do."""
+    """Return whether it is one of `classes`, or a subclass that steps as they do."""
     return any(isinstance(optimizer, cls) and type(optimizer).step is cls.step for cls in classes)
 
 
 def update_rule(optimizer: Optimizer, *, declared: UpdateRule | None = None) -> UpdateRule:
-    """How the step of `optimizer` may be split, as known, as `declared`, or else as tried on a copy.
+    """Return how the step of `optimizer` may be split, as known, as `declared`, or else as tried on a copy.
 
     A trial takes well below a second for element-wise methods; the optimizer, its parameters, its state and the random
     generators stay as they are. It runs on the device of the parameters. A declaration is taken at its word, except for
@@ -85,7 +85,7 @@ def update_rule(optimizer: Optimizer, *, declared: UpdateRule | None = None) -> 
 
 
 def calls_may_repeat(optimizer: Optimizer) -> bool:
-    """Whether one step may be made of several calls, each on other parameters, from the same `Counters`.
+    """Return whether one step may be made of several calls, each on other parameters, from the same `Counters`.
 
     Known for torch's optimizers, else tried. False where no trial is possible, and where hooks would see every call.
     """
@@ -170,7 +170,9 @@ def _subsets(groups_of: Sequence[int]) -> Iterator[list[int]]:
 def _difference(
     whole: Outcome, part: Outcome, sketch: Sketch, *, chosen: Sequence[int], select: Select | None = None
 ) -> str | None:
-    """Where `part`, over the `chosen` parameters or the `select`-ed rows of them, differs from `whole`; None if nowhere."""
+    """Return where `part`, over the `chosen` parameters or the `select`-ed rows of them, differs from `whole`; None if
+    nowhere.
+    """
     start = initial_parameters(sketch)
     for i in chosen:
         moved = float((whole.parameters[i] - start[i]).abs().max()) if start[i].numel() else 0.0

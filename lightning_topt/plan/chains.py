@@ -82,7 +82,7 @@ class Choices:
 
     @cached_property
     def beside(self) -> Array:
-        """What all blocks have in phases of others, at most (phase,)."""
+        """The bytes that all blocks have in phases of others, at most (phase,)."""
         phases = self.costs.step.phases
         total = np.zeros(len(phases.order))
         for numbers in self.bytes.values():
@@ -93,7 +93,7 @@ class Choices:
 
     @cached_property
     def times(self) -> dict[int, Array]:
-        """c, b and u of the block at each position that has one (3, config)."""
+        """The times c, b and u of the block at each position that has one (3, config)."""
         return {
             home: np.array([self.costs.block_times(block, config).sum(axis=1) for config in self.configs[block]]).T
             for home, block in enumerate(self.positions)

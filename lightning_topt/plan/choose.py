@@ -67,7 +67,7 @@ class PlanFrontier:
         return (*self.points, *others)
 
     def shown_with(self, chosen: PlanPoint) -> tuple[PlanPoint, ...]:
-        """The points to show: those of the frontier, and the chosen one where it is not among them."""
+        """Return the points to show: those of the frontier, and the chosen one where it is not among them."""
         return self.points if chosen in self.points else (*self.points, chosen)
 
     @classmethod
@@ -80,7 +80,7 @@ class PlanFrontier:
         search_seconds: float = 0.0,
         error_bound: float = 0.0,
     ) -> PlanFrontier:
-        """The frontier of any points: those that another one for as many devices beats are left out."""
+        """Return the frontier of any points: those that another one for as many devices beats are left out."""
         kept: list[PlanPoint] = []
         for point in sorted(points, key=lambda p: (p.devices, p.peak_bytes, p.step_seconds)):
             last = kept[-1] if kept and kept[-1].devices == point.devices else None
@@ -89,7 +89,7 @@ class PlanFrontier:
         return cls(tuple(kept), error_bound == 0, capture_seconds, search_seconds, error_bound, tuple(uniform))
 
     def to_json(self) -> str:
-        """As `frontier.json` holds it."""
+        """Return the frontier as `frontier.json` holds it."""
         lists = {"points": self.points, "uniform": self.uniform}
         plain = {key: [{**vars(p), "plan": p.plan.to_dict()} for p in points] for key, points in lists.items()}
         return json.dumps({"schema_version": SCHEMA_VERSION, **vars(self), **plain})
@@ -155,7 +155,7 @@ def choose(
     time_error: float = TIME_ERROR,
     time_error_seconds: float = TIME_ERROR_SECONDS,
 ) -> PlanPoint:
-    """The simplest point that is as good as the best by `objective`; its plan's `reason` says why, and what others cost.
+    """Return the simplest point that is as good as the best by `objective`; its plan's `reason` says why, and what others cost.
 
     Simple means, in this order: gradients travel whole, parameters are whole, blocks are alike, nothing is recomputed, a
     low ZeRO level, few blocks that deviate. Plans with equally many devices are compared.

@@ -29,7 +29,7 @@ def check_exchange(options: ExchangeOptions) -> None:
 
 
 def exchange_to_dict(options: ExchangeOptions) -> dict[str, Any]:
-    """Plain values of the entries that mean something for the method."""
+    """Return plain values of the entries that mean something for the method."""
     read = [name for name in ENTRIES if options.method in READ_BY.get(name, {options.method})]
     values = {name: getattr(options, name) for name in read}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -50,12 +50,12 @@ def exchange_from_dict(data: Any) -> ExchangeOptions:
 
 
 def is_lossy(options: ExchangeOptions) -> bool:
-    """Whether training is another one than with whole gradients: not everything of a gradient arrives in its step."""
+    """Return whether training is another one than with whole gradients: not everything of a gradient arrives in its step."""
     return options.method != "dense"
 
 
 def describe_exchange(options: ExchangeOptions) -> str:
-    """A few words for people: ``"top-k 1 % between nodes"``."""
+    """Return a few words for people: ``"top-k 1 % between nodes"``."""
     methods = {
         "topk": f"top-k {100 * options.density:g} %",
         "dense": "whole",

@@ -42,7 +42,9 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """How one block runs: `block` is the name of a module, or ``""`` for everything outside the named ones."""
+    """A `BlockPlan` says how one block runs: `block` is the name of a module, or ``""`` for everything outside the named
+    ones.
+    """
 
     block: str
     config: OpConfig
@@ -67,7 +69,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the cost model expects of one step on each rank: seconds and bytes."""
+    """A `Prediction` is what the cost model expects of one step on each rank: seconds and bytes."""
 
     step_seconds: float
     peak_bytes: float
@@ -143,7 +145,7 @@ class ParallelPlan:
         return not self.keeps_gradients_whole or any(block.config.recompute for block in self.blocks)
 
     def summary(self) -> str:
-        """One line for people: how many blocks run in which way, and how gradients travel where not whole as they are."""
+        """Return one line for people: how many blocks run in which way, and how gradients travel if not whole as they are."""
         counts: dict[str, int] = {}
         for block in self.blocks:
             name = describe_config(block.config)
@@ -156,7 +158,7 @@ class ParallelPlan:
         return f"{blocks}, gradients {describe_exchange(self.gradient_exchange)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written to YAML, `frontier.json`, `run.json` and checkpoints."""
+        """Return plain values, as written to YAML, `frontier.json`, `run.json` and checkpoints."""
         exchange, mesh = self.gradient_exchange, self.mesh
         configs = {config: config_to_dict(config, mesh) for config in {block.config for block in self.blocks}}
         return {
@@ -185,7 +187,7 @@ class ParallelPlan:
             raise PlanError(one_line(error)) from error
 
     def to_yaml(self) -> str:
-        """The plan as YAML text."""
+        """Return the plan as YAML text."""
         return dump_yaml(self.to_dict())
 
     @classmethod

@@ -1,4 +1,5 @@
-"""search_plans: every mesh, every placement of every block on it, every exchange of gradients; one frontier of plans.
+"""`search_plans` tries every mesh, every placement of every block on it, every exchange of gradients; it returns one frontier
+of plans.
 
 graph = capture(module, batch)
 optimizer = read_optimizer([torch.optim.AdamW(module.parameters())], named_parameters=module.named_parameters())
@@ -34,7 +35,7 @@ from lightning_topt.techniques.plan_costs import PlanCosts
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What to search for one model on one cluster.
+    """A `SearchRequest` says what to search for one model on one cluster.
 
     Args:
         graph, cluster, optimizer: see `TrainingStep`.
@@ -129,7 +130,7 @@ class _Space:
     own: Collection[Storage]
 
     def chains(self) -> Iterator[Chain]:
-        """One chain for each group and configuration of the block ``""``."""
+        """Yield one chain for each group and configuration of the block ``""``."""
         for group in self.groups:
             configs = self._configs(group)
             if all(configs.values()):
@@ -137,7 +138,9 @@ class _Space:
                 yield from (Chain(choices, root) for root in configs[ROOT])
 
     def uniform(self) -> PlanBatch:
-        """One storage for all blocks, without and with recomputation; a block that cannot have that takes what is nearest."""
+        """Return the plans with one storage for all blocks, without and with recomputation; a block that cannot have that takes
+        what is nearest.
+        """
         configs = self._configs(self.own)
         kinds = dict.fromkeys(config for several in configs.values() for config in several)
         rows = dict.fromkeys(tuple(_nearest(several, kind) for several in configs.values()) for kind in kinds)

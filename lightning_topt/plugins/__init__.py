@@ -1,1 +1,1 @@
-"""What a Trainer takes; the only stage (with the CLI) that knows Lightning."""
+"""Plugins are what a Trainer takes; they are the only stage (with the CLI) that knows Lightning."""

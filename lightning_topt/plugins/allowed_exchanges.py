@@ -1,4 +1,4 @@
-"""Which gradient exchanges a plan may have: what the user allows, and what the run can do."""
+"""A plan may have these gradient exchanges: what the user allows, and what the run can do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AllowedExchanges:
 
     @classmethod
     def read(cls, allow: Allow) -> AllowedExchanges:
-        """What `allow_compression` says: False; True; a method, a mapping or `ExchangeOptions`; or several of these.
+        """Read what `allow_compression` says: False; True; a method, a mapping or `ExchangeOptions`; or several of these.
 
         True searches `DEFAULT_CANDIDATES` and lets a given plan have any method. Raises ValueError that names the entry.
         """
@@ -51,7 +51,7 @@ class AllowedExchanges:
 
 
 def exchanges_of_run(allowed: AllowedExchanges, trainer: pl.Trainer) -> list[ExchangeOptions]:
-    """The candidates that this run can have, whatever nodes the description of its cluster has."""
+    """Return the candidates that this run can have, whatever nodes the description of its cluster has."""
     if any(p.requires_grad and p.dtype not in DTYPES for p in trainer.lightning_module.parameters()):
         return []
     if trainer.num_nodes > 1:

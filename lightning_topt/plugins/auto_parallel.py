@@ -239,7 +239,7 @@ class AutoParallelStrategy(EngineCheckpoints):
         _sync_module_states(self.model)  # all that DDP would do by now, but for the memory of gradients
 
     def _run_options(self) -> RunOptions:
-        """What Lightning's DDPStrategy would make of its options."""
+        """Return what Lightning's DDPStrategy would make of its options."""
         automatic = self.lightning_module is not None and self.lightning_module.automatic_optimization
         hook = self._ddp_comm_hook
         if hook is not None and self._ddp_comm_wrapper is not None:

@@ -1,4 +1,4 @@
-"""Where a cache lies and how large it is when nobody says so."""
+"""Defaults say where a cache lies and how large it is when nobody says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the samples of an epoch came from, as log metrics."""
+"""Log metrics say where the samples of an epoch came from."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def _cached(trainer: pl.Trainer) -> CachedDataModule:
 
 
 def totals(statistics: Mapping[str, CacheStatistics]) -> dict[str, int]:
-    """Counts of all caches together."""
+    """Return the counts of all caches together."""
     return {name: sum(getattr(one, name) for one in statistics.values()) for name in COUNTS}

@@ -1,4 +1,4 @@
-"""How the nodes of a run share one cache: each stores its part and gives it to the others."""
+"""The nodes of a run share one cache: each stores its part and gives it to the others."""
 
 from __future__ import annotations
 
@@ -161,14 +161,14 @@ def _peers(
 
 
 def gathered(value: Any) -> list[Any]:
-    """What every rank gives, by rank. Their own words; nothing that comes from elsewhere is unpickled."""
+    """Return what every rank gives, by rank. Their own words; nothing that comes from elsewhere is unpickled."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def _address(partition: CachePartition, *, towards: str) -> str:
-    """Of this node's interface, or an empty string with which `_check` finds the node that has none."""
+    """Return the address of this node's interface, or an empty string with which `_check` finds the node that has none."""
     if partition.interface is not None:
         known = psutil.net_if_addrs()
         if partition.interface in known:

@@ -1,4 +1,4 @@
-"""`CachedDataModule`: any LightningDataModule with its samples kept in memory and on disk."""
+"""`CachedDataModule` is any LightningDataModule with its samples kept in memory and on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ TRAIN = "train"
 
 
 class CachedDataModule(WrappedDataModule):
-    """`datamodule` with a cache before each of its map-style data sets; everything else about it stays as it is.
+    """A `CachedDataModule` is `datamodule` with a cache before each of its map-style data sets; everything else about it stays
+    as it is.
 
     The first epoch reads the source and fills the cache; later ones, and later runs, read memory, then disk, then the source.
     Nothing is ever evicted, so what finds no room is read from the source in every epoch. Samples are kept after the part of
@@ -100,7 +101,7 @@ class CachedDataModule(WrappedDataModule):
         return self._changed(self.datamodule.predict_dataloader(), path="prediction")
 
     def statistics(self, *, reset: bool = False) -> dict[str, CacheStatistics]:
-        """What the caches did and hold, by fingerprint."""
+        """Return what the caches did and hold, by fingerprint."""
         return {name: cache.statistics(reset=reset) for name, cache in self._caches.items()}
 
     def close(self) -> None:
@@ -206,7 +207,7 @@ class CachedDataModule(WrappedDataModule):
 
 
 def holds_mark(dataset: Any) -> bool:
-    """Whether `dataset`, or one that it wraps as ``dataset``, has a method marked as deterministic."""
+    """Return whether `dataset`, or one that it wraps as ``dataset``, has a method marked as deterministic."""
     while dataset is not None:
         if marked_method(dataset) is not None:
             return True

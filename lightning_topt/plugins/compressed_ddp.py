@@ -195,7 +195,7 @@ def read_link(link: LinkCosts | Mapping[str, float] | None) -> LinkCosts | None:
 def make_topology(
     *, nodes: int | None, ranks_per_node: int | None, rank: int, trainer_nodes: int, world_size: int
 ) -> Topology:
-    """The topology given, completed where one of its two numbers is missing; the Trainer's where both are.
+    """Return the topology given, completed where one of its two numbers is missing; the Trainer's where both are.
 
     Raises ValueError where it has not `world_size` ranks.
     """

@@ -1,4 +1,4 @@
-"""`CoordinatedDataModule`: jobs on one machine prepare their training batches together."""
+"""With `CoordinatedDataModule`, jobs on one machine prepare their training batches together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 
 class CoordinatedDataModule(WrappedDataModule):
-    """`datamodule` with its training batches prepared once for all jobs that name the same `directory` on this machine.
+    """A `CoordinatedDataModule` is `datamodule` with its training batches prepared once for all jobs that name the same
+    `directory` on this machine.
 
     Made for searches whose trials run side by side (Hydra multirun) on the same data: each trial's worker processes prepare a
     part of the batches, and every trial gets every batch once per epoch, in the same order and with the same augmentation:
@@ -87,7 +88,7 @@ class CoordinatedDataModule(WrappedDataModule):
         super().on_exception(exception)
 
     def statistics(self) -> list[CoordinationStatistics]:
-        """Where the training batches came from, by loader."""
+        """Return where the training batches came from, by loader."""
         return [loader.statistics() for loader in self._loaders]
 
     def close(self) -> None:
@@ -152,7 +153,7 @@ class CoordinatedDataModule(WrappedDataModule):
 
 
 def _content(dataset: Any) -> Any:
-    """What a fingerprint is taken of: a cache stands for what it caches."""
+    """Return what a fingerprint is taken of: a cache stands for what it caches."""
     if isinstance(dataset, BatchDataset):
         return _content(dataset.dataset)
     if isinstance(dataset, CachedDataset):

@@ -1,4 +1,4 @@
-"""What our strategies that exchange gradients or parameters share: DDP's options checked, names registered, the end."""
+"""Our strategies that exchange gradients or parameters share this: DDP's options checked, names registered, the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOOK_OPTIONS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_av
 
 
 def checked_ddp_options(options: dict[str, Any], *, strategy: str, wraps: bool = True) -> dict[str, Any]:
-    """`options`, each of which `DDPStrategy` takes, or `DistributedDataParallel` where the strategy `wraps` in one.
+    """Return `options`, each of which `DDPStrategy` takes, or `DistributedDataParallel` where the strategy `wraps` in one.
 
     Raises ValueError for options that bring a communication hook, TypeError for one that nobody takes.
     """
@@ -65,6 +65,8 @@ def refuse_momentum(optimizers: Sequence[Optimizer]) -> None:
 
 
 def destroy_process_group() -> None:
-    """For `atexit`: Lightning does this for NCCL only; threads of a gloo group that outlives the interpreter can abort it."""
+    """Destroy the process group, for `atexit`: Lightning does this for NCCL only; threads of a gloo group that outlives the
+    interpreter can abort it.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 
 def example_batches(trainer: pl.Trainer) -> tuple[Any, Any | None]:
-    """A training batch as `training_step` will get it, and one of twice as many samples (None where there is no such).
+    """Return a training batch as `training_step` will get it, and one of twice as many samples (None where there is no such).
 
     Calls `trainer.fit_loop.setup_data()`, as `trainer.estimated_stepping_batches` does. Raises ValueError when the
     training data are empty.
@@ -28,7 +28,7 @@ def example_batches(trainer: pl.Trainer) -> tuple[Any, Any | None]:
 
 
 def batches_of(loaders: CombinedLoader, trainer: pl.Trainer) -> tuple[Any, Any | None]:
-    """The same for given training loaders; `trainer` has the module and the data module whose transfer hooks run."""
+    """Return the same for given training loaders; `trainer` has the module and the data module whose transfer hooks run."""
     with isolate_rng():
         singles = [_samples(loader, 1) for loader in loaders.flattened]
         doubles = [_samples(loader, 2) for loader in loaders.flattened]
@@ -68,7 +68,7 @@ def _first(loader: Iterable[Any]) -> Any:
 
 
 def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
-    """`batch` after the module's transfer hooks, on the CPU; the loader's own tensors stay as they are."""
+    """Return `batch` after the module's transfer hooks, on the CPU; the loader's own tensors stay as they are."""
     batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch)
     return trainer.strategy.batch_to_device(batch, device=torch.device("cpu"))

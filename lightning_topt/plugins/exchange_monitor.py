@@ -1,4 +1,4 @@
-"""What the exchange of gradients costs, where users look: log metrics and progress bar."""
+"""Log metrics and the progress bar, where users look, say what the exchange of gradients costs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ExchangeMonitor(pl.Callback):
 
 
 def log_metrics(statistics: ExchangeStatistics) -> Mapping[str, float]:
-    """Names and values for the logger."""
+    """Return the names and values for the logger."""
     return {
         "exchange/bytes_per_step": statistics.bytes_sent / statistics.steps,
         "exchange/dense_bytes_per_step": statistics.dense_bytes / statistics.steps,
@@ -78,7 +78,7 @@ def log_metrics(statistics: ExchangeStatistics) -> Mapping[str, float]:
 
 
 def progress_metrics(statistics: ExchangeStatistics) -> Mapping[str, float]:
-    """Names and values for the progress bar."""
+    """Return the names and values for the progress bar."""
     sent = {"compression": statistics.dense_bytes / statistics.bytes_sent} if statistics.bytes_sent else {}
     return {**sent, "exposed_ms": 1e3 * statistics.exposed_seconds / statistics.steps}
 

@@ -1,4 +1,4 @@
-"""What a strategy does around its steps and checkpoints for a `CompressedExchange` of its DDP module."""
+"""This is what a strategy does around its steps and checkpoints for a `CompressedExchange` of its DDP module."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class ExchangeSteps(NamesLostRanks):
         return output
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
-        """What was exchanged since the last call; None without an exchange."""
+        """Return what was exchanged since the last call; None without an exchange."""
         return None if self.exchange is None else self.exchange.statistics(reset=True)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------

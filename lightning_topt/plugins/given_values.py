@@ -12,7 +12,7 @@ from lightning_topt.costs.units import parse_bytes
 
 
 def whole(value: Any, *, name: str, least: int | None = None, most: int | None = None) -> int:
-    """A whole number within bounds; no truth value, no fraction, no text."""
+    """Return a whole number within bounds; no truth value, no fraction, no text."""
     bounds = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or (least is not None and value < least) or (most is not None and value > most):
@@ -21,7 +21,7 @@ def whole(value: Any, *, name: str, least: int | None = None, most: int | None =
 
 
 def seconds(value: Any, *, name: str) -> float:
-    """A finite number above 0."""
+    """Return a finite number above 0."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} is a number of seconds above 0, not {value!r}")
@@ -29,7 +29,7 @@ def seconds(value: Any, *, name: str) -> float:
 
 
 def size(value: Any, *, name: str, least: int = 1) -> int:
-    """Bytes, from a whole number of them or text such as "8GiB"."""
+    """Return the bytes, from a whole number of them or text such as "8GiB"."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if is_number and math.isfinite(value) and value == int(value):
         value = int(value)
@@ -49,21 +49,21 @@ def truth(value: Any, *, name: str) -> bool:
 
 
 def text(value: Any, *, name: str) -> str:
-    """A text that is not empty."""
+    """Return a text that is not empty."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} is a text that is not empty, not {value!r}")
     return value
 
 
 def version(value: Any, *, name: str) -> str | None:
-    """A text or whole number that names a version; None stays None."""
+    """Return a text or whole number that names a version; None stays None."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return str(value)
     return None if value is None else text(value, name=name)
 
 
 def folder(value: Any, *, name: str) -> Path:
-    """A path, given as text or as a Path."""
+    """Return a path, given as text or as a Path."""
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"{name} is a folder, as text or a Path, not {value!r}")
     path = os.fspath(value)

@@ -84,7 +84,7 @@ def why_held(module: nn.Module, *, optimizers: Sequence[Optimizer], model: nn.Mo
 
 
 def _known_containers(module: nn.Module, optimizers: Iterable[Optimizer], model: nn.Module) -> dict[int, Any]:
-    """Where parameters may be, by id: the tree's own dictionaries, optimizers, the wrapper."""
+    """Return the containers where parameters may be, by id: the tree's own dictionaries, optimizers, the wrapper."""
     containers: list[Any] = [m._parameters for part in (module, model) for m in part.modules()]
     for optimizer in optimizers:
         containers += [group["params"] for group in optimizer.param_groups]
@@ -229,7 +229,7 @@ def _is_judged(entry: Any) -> bool:
 
 
 def _judge(link: _Link, names: _Names) -> tuple[str | None, bool]:
-    """(the clause for a holder that counts, whether to climb on instead)."""
+    """Return (the clause for a holder that counts, whether to climb on instead)."""
     value, held = link.value, _parameter(link, names)
     kind = type(value)
     if isinstance(value, nn.Module):

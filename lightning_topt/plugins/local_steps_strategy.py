@@ -163,7 +163,9 @@ class LocalStepsStrategy(NamesLostRanks):
         return output
 
     def exchange_statistics(self) -> ExchangeStatistics | None:
-        """What was exchanged since the fit began, None outside of a fit: outer steps are too rare for shorter periods."""
+        """Return what was exchanged since the fit began, None outside of a fit: outer steps are too rare for shorter
+        periods.
+        """
         if self.local_steps is None:
             return None
         found, density = self.local_steps.statistics, self.options["density"]

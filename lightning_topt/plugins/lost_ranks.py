@@ -1,4 +1,4 @@
-"""What every strategy of ours does so that a rank that is lost, killed or stopped is named on the others."""
+"""Every strategy of ours does this so that a rank that is lost, killed or stopped is named on the others."""
 
 from __future__ import annotations
 

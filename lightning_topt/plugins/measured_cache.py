@@ -54,13 +54,13 @@ class MeasuredCache:
         self._folder.cleanup()
 
     def loader_over(self, loader: DataLoader[Any], items: Sequence[int], *, num_workers: int) -> DataLoader[Any]:
-        """The loader over `items`, its samples from the cache where they are there, and stored where not."""
+        """Return the loader over `items`, its samples from the cache where they are there, and stored where not."""
         self._given.loader = loader_over(loader, items, num_workers=num_workers)
         cached: DataLoader[Any] = self._module.train_dataloader()
         return cached
 
     def entry_bytes(self) -> float:
-        """The mean size of what is stored. Raises ValueError where nothing could be stored."""
+        """Return the mean size of what is stored. Raises ValueError where nothing could be stored."""
         known = self._module.statistics().values()
         items = sum(statistics.memory_items for statistics in known)
         if not items:

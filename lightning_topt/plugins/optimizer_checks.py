@@ -1,4 +1,4 @@
-"""What must hold before ranks can share an optimizer step: equal gradients, equal optimizers, whole parameters."""
+"""Ranks can share an optimizer step where this holds: equal gradients, equal optimizers, whole parameters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_reduce_scatter(strategy: Strategy) -> None:
 
 
 def optimizers_of(trainer: pl.Trainer) -> list[Optimizer]:
-    """The user's optimizers, without Lightning's wrapper.
+    """Return the user's optimizers, without Lightning's wrapper.
 
     Raises ValueError for one that shards its state itself, and for sharded parameters.
     """
@@ -85,7 +85,9 @@ def optimizers_of(trainer: pl.Trainer) -> list[Optimizer]:
 
 
 def reduced_parameters(strategy: Strategy) -> frozenset[Tensor]:
-    """The parameters whose gradients DDP averages, those that need one when the module is wrapped: call it soon after that."""
+    """Return the parameters whose gradients DDP averages, those that need one when the module is wrapped: call it soon after
+    that.
+    """
     assert isinstance(strategy.model, DistributedDataParallel)
     return frozenset(parameter for parameter in strategy.model._module_parameters if parameter.requires_grad)
 
@@ -116,7 +118,7 @@ def check_equal_optimizers(
 
 
 def _describe(optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> list[tuple[str, str]]:
-    """(place, what is there) of everything that must be equal, in order."""
+    """Return (place, what is there) of everything that must be equal, in order."""
     entries: list[tuple[str, str]] = []
     for number, optimizer in enumerate(optimizers):
         entries.append((f"optimizer {number}", type(optimizer).__qualname__))

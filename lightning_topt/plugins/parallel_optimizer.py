@@ -103,7 +103,7 @@ class ParallelOptimizerStep(pl.Callback):
 
     @property
     def decisions(self) -> list[list[Decision]]:
-        """Of each optimizer with parameters, for each of its groups; empty lists as long as nothing is decided.
+        """The decisions of each optimizer with parameters, for each of its groups; empty lists as long as nothing is decided.
 
         Empty with `reduce_scatter`, which decides nothing.
         """
@@ -225,7 +225,7 @@ class ParallelOptimizerStep(pl.Callback):
 
 
 def _named(run_stage: Callable[[], Any], watch: RankWatch | None) -> Callable[[], Any]:
-    """`run_stage` of ranks that Lightning forked or spawned: there, it asks no callback what to do with an error."""
+    """Return `run_stage` of ranks that Lightning forked or spawned: there, it asks no callback what to do with an error."""
 
     def run() -> Any:
         try:

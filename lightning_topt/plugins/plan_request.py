@@ -1,4 +1,4 @@
-"""What the user asked of the planner, and what that means for the start of a fit."""
+"""A request is what the user asked of the planner, and what that means for the start of a fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning_topt.plugins.read_options import UniformPlan
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user asked of the planner; see `AutoParallelStrategy`. `own_hook`: the user exchanges gradients.
+    """A `PlanRequest` is what the user asked of the planner; see `AutoParallelStrategy`. `own_hook`: the user exchanges
+    gradients.
 
     Raises PlanError for a plan whose gradient exchange is not allowed, ValueError where it would replace the user's.
     """
@@ -52,12 +53,14 @@ class PlanRequest:
         return self.memory_limit is not None or self.objective == "memory"
 
     def needs_batch(self, module: pl.LightningModule) -> bool:
-        """Whether the plan depends on how `module` takes a training step."""
+        """Return whether the plan depends on how `module` takes a training step."""
         by_name = isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
         return module.automatic_optimization and (self.plan is None or by_name)
 
     def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Whether plain DDP, which starts with whole gradients, may be more than is allowed or more than `device` has."""
+        """Return whether plain DDP, which starts with whole gradients, may be more than is allowed or more than `device`
+        has.
+        """
         if not module.automatic_optimization or self.only_replicated:
             return False
         given = self.plan
@@ -67,7 +70,7 @@ class PlanRequest:
         return self.memory_limit is not None or 4 * _parameter_bytes(module) > device_memory_bytes(device)
 
     def must_shard_first(self, module: pl.LightningModule, device: torch.device) -> bool:
-        """Whether even the whole parameters may be too much for `device` (the host of CPU ranks has them already)."""
+        """Return whether even the whole parameters may be too much for `device` (the host of CPU ranks has them already)."""
         limit = device_memory_bytes(device) if self.memory_limit is None else self.memory_limit
         return device.type != "cpu" and 2 * _parameter_bytes(module) > limit
 

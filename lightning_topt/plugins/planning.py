@@ -1,4 +1,4 @@
-"""What the strategy and `topt plan` take from a Trainer for the search, and what they keep of its result."""
+"""This is what the strategy and `topt plan` take from a Trainer for the search, and what they keep of its result."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class UniformPlan:
 
 
 def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None) -> ParallelPlan | UniformPlan | None:
-    """A plan from any of the forms that users may give it in. Raises PlanError."""
+    """Return a plan from any of the forms that users may give it in. Raises PlanError."""
     if plan is None or isinstance(plan, ParallelPlan):
         return plan
     if isinstance(plan, Mapping):
@@ -89,7 +89,7 @@ def checked_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cluster | None:
-    """A cluster from any of these; None stays None. Raises ClusterError."""
+    """Return a cluster from any of these; None stays None. Raises ClusterError."""
     if cluster is None or isinstance(cluster, Cluster):
         return cluster
     if isinstance(cluster, Mapping):
@@ -110,7 +110,7 @@ def check_planner_options(
 
 
 def read_memory_limit(limit: int | float | str | None) -> int | None:
-    """Bytes from a number or text such as ``"2GiB"``; None stays None. Raises ValueError."""
+    """Return the bytes from a number or text such as ``"2GiB"``; None stays None. Raises ValueError."""
     size = None if limit is None else parse_bytes(limit, name="memory_limit")
     if size == 0:
         raise ValueError("memory_limit is above 0 bytes; leave it out for the memory of the device")
@@ -118,7 +118,9 @@ def read_memory_limit(limit: int | float | str | None) -> int | None:
 
 
 def read_device_counts(counts: Any, *, default: int) -> tuple[int, ...]:
-    """Numbers of ranks to plan for; None is the `default` alone. Raises ValueError for anything but a list of counts."""
+    """Return the numbers of ranks to plan for; None is the `default` alone. Raises ValueError for anything but a list of
+    counts.
+    """
     if counts is None:
         return (default,)
     if isinstance(counts, str | Mapping) or not isinstance(counts, Iterable) or not (found := tuple(counts)):

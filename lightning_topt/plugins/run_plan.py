@@ -1,4 +1,4 @@
-"""Which plan a run gets: given or searched, on rank 0, and the same on every rank or an error on every rank."""
+"""A run gets one plan: given or searched, on rank 0, and the same on every rank or an error on every rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Decision = tuple[ParallelPlan, Planning | None, str]
 
 
 def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decision:
-    """The plan for this fit, equal on every rank, what was searched (on rank 0), and where the plan comes from.
+    """Return the plan for this fit, equal on every rank, what was searched (on rank 0), and where the plan comes from.
 
     A collective call. `batch` is the one that will be trained on; it is only looked at. Optimizers that the strategy has
     set up are read; without any, the module's own are made on a fake copy. What cannot be planned runs as ``ddp`` does,
@@ -83,7 +83,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
 
 
 def capture_on_ranks(trainer: pl.Trainer, batch: Any) -> OpGraph:
-    """The graph of rank 0's step: on fake tensors, or on real ones by all ranks where it depends on values.
+    """Return the graph of rank 0's step: on fake tensors, or on real ones by all ranks where it depends on values.
 
     A collective call. Raises what the last attempt raised.
     """
@@ -148,7 +148,7 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
 def _costs(
     request: PlanRequest, trainer: pl.Trainer, graph: OpGraph
 ) -> tuple[OptimizerProfile, Cluster, Mapping[KernelKey, float] | None]:
-    """What the search needs besides the graph, measured unless the cluster is given."""
+    """Return what the search needs besides the graph, measured unless the cluster is given."""
     device = trainer.strategy.root_device
     optimizers, named = optimizers_of(trainer)
     profile = on_every_rank(lambda: read_optimizer(optimizers, named_parameters=named, device_type=device.type))
@@ -166,7 +166,7 @@ def _progress(line: str) -> None:
 
 
 def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:
-    """The point of `frontier` that meets `request`; no limit means the memory of a device. Raises NoPlanFitsError."""
+    """Return the point of `frontier` that meets `request`; no limit means the memory of a device. Raises NoPlanFitsError."""
     limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
     margin = request.memory_margin
     return choose(frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin)

@@ -1,4 +1,4 @@
-"""What a function looks at, read from its source and that of the functions it calls; nothing is run.
+"""The source of a function, and that of the functions it calls, says what it looks at; nothing is run.
 
 A name is followed to the object it stands for (a submodule, a method, a helper) where that is known before running.
 """
@@ -66,7 +66,9 @@ MAX_DEPTH = 5
 
 @dataclass(frozen=True)
 class Reader:
-    """What a reading of one hook knows: the model, what counts as looking, and whether calls of the model count."""
+    """A `Reader` has what a reading of one hook knows: the model, what counts as looking, and whether calls of the model
+    count.
+    """
 
     module: pl.LightningModule
     looks: frozenset[str]
@@ -286,7 +288,7 @@ def _is_super(node: ast.Call) -> bool:
 
 
 def _is_params_of_group(node: ast.Subscript) -> bool:
-    """``group["params"]`` of an optimizer's groups."""
+    """Return whether this is ``group["params"]`` of an optimizer's groups."""
     return isinstance(node.slice, ast.Constant) and node.slice.value == "params" and isinstance(node.ctx, ast.Load)
 
 

@@ -1,4 +1,4 @@
-"""How much of training is waiting for data, where users look: log metrics and progress bar. For any loader."""
+"""Log metrics and the progress bar, where users look, say how much of training is waiting for data. For any loader."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class DataWait(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Of the time that was waiting, 0 to 1."""
+        """The fraction of the time that was waiting, 0 to 1."""
         return self.wait_seconds / self.seconds if self.seconds else 0.0
 
     def plus(self, other: DataWait) -> DataWait:
-        """Of both together."""
+        """Return the wait of both together."""
         return DataWait(
             self.batches + other.batches, self.seconds + other.seconds, self.wait_seconds + other.wait_seconds
         )
@@ -124,7 +124,7 @@ class StallMonitor(pl.Callback):
         pl_module.log("stall", since.fraction, prog_bar=True, logger=False)
 
     def _take(self) -> DataWait:
-        """What was counted since the last report, which moves to the total."""
+        """Return what was counted since the last report, which moves to the total."""
         since, self._since_report = self._since_report, DataWait(0, 0.0, 0.0)
         self.total = self.total.plus(since)
         return since
@@ -156,7 +156,9 @@ def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 
 
 class _DeviceIdle:
-    """How long a CUDA device idles while the loop waits: an event on either side of the wait, read when both have passed."""
+    """A `_DeviceIdle` says how long a CUDA device idles while the loop waits: an event on either side of the wait, read when
+    both have passed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -169,15 +171,15 @@ class _DeviceIdle:
         return event
 
     def mark_start(self) -> None:
-        """The loop begins to wait."""
+        """Note that the loop begins to wait."""
         self._started = self._event()
 
     def mark_end(self, wait_seconds: float) -> None:
-        """The loop has its batch, after so long."""
+        """Note that the loop has its batch, after so long."""
         self._pending.append((self._started, self._event(), wait_seconds))
 
     def settled_seconds(self) -> float:
-        """Idle seconds of the waits that the device has passed since the last call."""
+        """Return the idle seconds of the waits that the device has passed since the last call."""
         seconds = 0.0
         while self._pending and self._pending[0][1].query():
             start, end, wait = self._pending.pop(0)

@@ -1,4 +1,4 @@
-"""What a training step really took: a Lightning callback that measures seconds and peak bytes."""
+"""A Lightning callback measures what a training step really took: seconds and peak bytes."""
 
 from __future__ import annotations
 

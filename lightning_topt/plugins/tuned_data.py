@@ -1,4 +1,4 @@
-"""`TunedDataModule`: the workers, the prefetching and the pinning of a DataModule's training loaders, chosen by measurement."""
+"""`TunedDataModule` has the workers, prefetching and pinning of a DataModule's training loaders chosen by measurement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _WORKERS_ONLY = {"persistent_workers": False, "timeout": 0, "multiprocessing_con
 
 
 class TunedDataModule(WrappedDataModule):
-    """`datamodule` with `num_workers`, `prefetch_factor` and `pin_memory` of its training loaders chosen for it.
+    """A `TunedDataModule` is `datamodule` with `num_workers`, `prefetch_factor` and `pin_memory` of its training loaders chosen
+    for it.
 
     For each of the three "auto" is chosen, a value is taken, None leaves what the loader has. The first time that the training
     loaders are asked for, they are tried on this machine with different numbers of workers for some seconds; the choice is
@@ -118,7 +119,7 @@ class TunedDataModule(WrappedDataModule):
         )
 
     def _agreed(self, tune: Callable[[], LoaderChoice]) -> LoaderChoice:
-        """What rank 0 chooses, on all ranks: workers are seeded by their number. An error of rank 0 is one of all."""
+        """Return what rank 0 chooses, on all ranks: workers are seeded by their number. An error of rank 0 is one of all."""
         trainer = self.trainer
         if trainer is None or trainer.world_size == 1:
             return tune()

@@ -50,7 +50,7 @@ def why_watched(trainer: pl.Trainer) -> str | None:
 
 
 def why_function_watches(function: Callable[..., Any], module: pl.LightningModule) -> str | None:
-    """The same for one function that torch calls, such as a forward hook; it may have a module as its first argument."""
+    """Return the same for one function that torch calls, such as a forward hook; it may have a module as its first argument."""
     return look_into(function, (module,), Reader(module, GRADIENTS | PARAMETERS, calls_count=False), 0)
 
 

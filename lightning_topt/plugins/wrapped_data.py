@@ -17,7 +17,8 @@ TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 
 class WrappedDataModule(pl.LightningDataModule):
-    """`datamodule` as it is, down to its attributes, hyper-parameters and state; a subclass overrides what gives loaders.
+    """A `WrappedDataModule` is `datamodule` as it is, down to its attributes, hyper-parameters and state; a subclass overrides
+    what gives loaders.
 
     What is set on it goes to `datamodule` where that has the attribute, as tuners do with ``batch_size``. What belongs to a
     subclass itself is set before it calls this constructor.
@@ -119,7 +120,9 @@ class WrappedDataModule(pl.LightningDataModule):
         return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)
 
     def _changed(self, loaders: Any, *, path: str = "") -> Any:
-        """`loaders`, a DataLoader or a collection of them, with `_changed_loader` applied to each. ValueError for others."""
+        """Return `loaders`, a DataLoader or a collection of them, with `_changed_loader` applied to each. ValueError for
+        others.
+        """
         if isinstance(loaders, DataLoader):
             return self._changed_loader(loaders, path)
         if isinstance(loaders, CombinedLoader):
@@ -135,5 +138,5 @@ class WrappedDataModule(pl.LightningDataModule):
         )
 
     def _changed_loader(self, loader: DataLoader[Any], path: str) -> Any:
-        """What takes the place of one loader; `path` says which one it is in a collection."""
+        """Return what takes the place of one loader; `path` says which one it is in a collection."""
         raise NotImplementedError

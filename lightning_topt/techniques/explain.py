@@ -1,4 +1,6 @@
-"""What one plan is expected to cost, taken apart: what its seconds are spent on, and what is in memory in each phase."""
+"""An explanation takes apart what one plan is expected to cost: what its seconds are spent on, and what is in memory in each
+phase.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from lightning_topt.techniques.plan_costs import Configs, PlanCosts
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan is expected to cost on each rank, in seconds and bytes.
+    """An `Explanation` says what a plan is expected to cost on each rank, in seconds and bytes.
 
     `step_seconds` = `compute_seconds` + `exposed_communication_seconds`. `seconds` splits the work (exchanges in full,
     overlapped or not), `peak_phase` names the phase of `peak_bytes`, ``"backward 3"`` for instance, `peak_parts` what is alive

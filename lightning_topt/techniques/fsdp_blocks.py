@@ -91,7 +91,7 @@ class _Sharding:
         self._before.update({module: _Snapshot(module) for module in modules})
 
     def replaced(self) -> dict[Tensor, Tensor]:
-        """The sharded parameter in the place of each original one."""
+        """Return the sharded parameter in the place of each original one."""
         now = dict(self.module.named_parameters(remove_duplicate=False))
         return {original: now[name] for name, original in self._originals.items()}
 
@@ -150,7 +150,7 @@ def _shard(
 
 
 class _Snapshot:
-    """What FSDP2 changes on one module: its class, hooks, parameters and attributes."""
+    """A `_Snapshot` is what FSDP2 changes on one module: its class, hooks, parameters and attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         self.cls = module.__class__

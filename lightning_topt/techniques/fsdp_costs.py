@@ -1,4 +1,4 @@
-"""What torch's FSDP2 keeps in memory and how long its exchanges take, for shards over some of the axes of a mesh.
+"""This is what torch's FSDP2 keeps in memory and how long its exchanges take, for shards over some of the axes of a mesh.
 
     what                                    function                source
     shards of P, G and S                    shard_lifetimes         Rajbhandari et al., arXiv 1910.02054, section 5

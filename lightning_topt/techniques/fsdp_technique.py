@@ -1,4 +1,4 @@
-"""What techniques have in common that shard gradients, and parameters, along some data axes through torch's FSDP2."""
+"""Techniques that shard gradients, and parameters, along some data axes through torch's FSDP2 have this in common."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from lightning_topt.techniques.technique import (
 
 
 class GradientCompression(Technique):
-    """Of plans that have a `gradient_exchange`; it outlives `undo`, for checkpoints, until it is closed."""
+    """The technique of plans that have a `gradient_exchange`; it outlives `undo`, for checkpoints, until it is closed."""
 
     @property
     @override

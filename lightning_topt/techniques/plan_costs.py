@@ -1,4 +1,4 @@
-"""What a plan costs on each rank, added up from its blocks: seconds of the step, bytes at its peak.
+"""The costs of a plan on each rank are added up from its blocks: seconds of the step, bytes at its peak.
 
 Symbols: k segment of the forward pass; c its seconds (all that is in the way), b those of its backward, u those of its
 exchanges, which start after its backward and run one after another beside the backward of earlier segments.

@@ -52,6 +52,6 @@ def check_runs(mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOp
 
 
 def _entries(config: OpConfig) -> frozenset[str]:
-    """What `config` asks for."""
+    """Return what `config` asks for."""
     names = ("recompute", "inputs", "outputs", "parameters")
     return frozenset({"storage", *(name for name in names if getattr(config, name))})

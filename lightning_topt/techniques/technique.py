@@ -1,4 +1,4 @@
-"""What every technique is to the planner and the engine, which share the registry of techniques and nothing else.
+"""This is what every technique is to the planner and the engine, which share the registry of techniques and nothing else.
 
 A technique takes care of some entries of an `OpConfig` (its storage, its recomputation, ...), in one file with three faces:
 
@@ -37,7 +37,7 @@ from lightning_topt.optim.parallel_step import ParallelStep
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run brings besides its plan.
+    """`RunOptions` are what a run brings besides its plan.
 
     `ddp` are arguments of torch's DistributedDataParallel; `hook` with its `hook_state` is the user's communication hook for
     it. `topology` (None: from the environment) and `nonfinite` (see `ExchangeOptions`) are for the plan's gradient exchange.
@@ -105,7 +105,7 @@ def _leave_alone(_: Optimizer) -> ParallelStep | None:
 
 @dataclass(frozen=True)
 class Applied:
-    """What a technique did to a model. All members are collective calls where the technique communicates.
+    """An `Applied` is what a technique did to a model. All members are collective calls where the technique communicates.
 
     `undo` gives the module back as it was, in reverse order of application. `replaced` has the parameter in the place of each
     original one. `attach` makes the step of an optimizer over the parameters follow, and returns the step that shares it over
@@ -123,7 +123,7 @@ class Applied:
 
 @dataclass
 class BlockSeconds:
-    """What techniques add to the computation of a block, in seconds.
+    """`BlockSeconds` are what techniques add to the computation of a block, in seconds.
 
     Exchanges are split into foreground (in the way of computation) and background (beside it, on the network); gathers come
     before the forward and before the backward of the block, its reduction starts after its backward. `recompute` is forward
@@ -158,7 +158,7 @@ class Technique(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What people call it."""
+        """The name that people call it."""
 
     @abstractmethod
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:

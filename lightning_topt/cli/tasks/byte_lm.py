@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, H) -> (B, S, H)
-        """Attention and perceptron, each added to its input."""
+        """Apply attention and perceptron, each added to its input."""
         x = x + self._drop(self.attention_out(self._attend(self.attention_norm(x))))
         return x + self._drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
 
@@ -102,7 +102,7 @@ class ByteGPT(pl.LightningModule):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, S) -> (B, S, VOCABULARY)
-        """Logits of the next byte at every position."""
+        """Return the logits of the next byte at every position."""
         x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -115,18 +115,18 @@ class ByteGPT(pl.LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Mean loss in nats per byte."""
+        """Return the mean loss in nats per byte."""
         loss = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Adds the batch to the mean number of bits per byte."""
+        """Add the batch to the mean number of bits per byte."""
         self.val_bits_per_byte.update(self._loss(batch) / math.log(2), weight=batch[:, 1:].numel())
         self.log("val_bits_per_byte", self.val_bits_per_byte, prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        """AdamW without decay of biases and norms; warm-up and, with `decay_steps`, cosine decay."""
+        """Return AdamW without decay of biases and norms, with warm-up and, with `decay_steps`, cosine decay."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         vectors = [p for p in self.parameters() if p.dim() < 2]
         decayed = {"params": matrices, "weight_decay": self.hparams["weight_decay"]}
@@ -206,18 +206,18 @@ class StdlibBytesDataModule(pl.LightningDataModule):
             )
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Shuffled; the last partial batch is dropped."""
+        """Return the training batches, shuffled; the last partial batch is dropped."""
         return DataLoader(
             self.train_data, batch_size=self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers
         )
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """In order."""
+        """Return the validation batches, in order."""
         return DataLoader(self.val_data, batch_size=self.batch_size, num_workers=self.num_workers)
 
 
 def split_files(root: Path, *, val_fraction: float) -> tuple[list[Path], list[Path]]:
-    """(training, validation) source files under `root`, each in the order of the hash of its relative path."""
+    """Return (training, validation) source files under `root`, each in the order of the hash of its relative path."""
     keyed = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
@@ -234,7 +234,7 @@ def split_files(root: Path, *, val_fraction: float) -> tuple[list[Path], list[Pa
 
 
 def read_files(files: list[Path], *, limit: int | None) -> bytes:
-    """The files' bytes one after the other, at most `limit`."""
+    """Return the files' bytes one after the other, at most `limit`."""
     data = bytearray()
     for path in files:
         if limit is not None and len(data) >= limit:

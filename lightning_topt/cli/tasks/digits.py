@@ -34,25 +34,25 @@ class DigitsCNN(pl.LightningModule):
         self.val_accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:  # (B, 1, 8, 8) -> (B, 10)
-        """Logits of the ten digits."""
+        """Return the logits of the ten digits."""
         logits: Tensor = self.classifier(self.features(images).flatten(1))
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean cross entropy in nats."""
+        """Return the mean cross entropy in nats."""
         images, digits = batch
         loss = F.cross_entropy(self(images), digits)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds the batch to the accuracy."""
+        """Add the batch to the accuracy."""
         images, digits = batch
         self.val_accuracy.update(self(images), digits)
         self.log("val_accuracy", self.val_accuracy, prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        """AdamW at a constant rate."""
+        """Return AdamW at a constant rate."""
         return torch.optim.AdamW(self.parameters(), lr=self.hparams["learning_rate"])
 
 
@@ -79,9 +79,9 @@ class DigitsDataModule(pl.LightningDataModule):
         self.val_data = TensorDataset(all_images[cut:], all_digits[cut:])
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Shuffled; the last partial batch is dropped."""
+        """Return the training batches, shuffled; the last partial batch is dropped."""
         return DataLoader(self.train_data, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """In order."""
+        """Return the validation batches, in order."""
         return DataLoader(self.val_data, batch_size=self.batch_size)

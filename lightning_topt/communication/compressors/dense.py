@@ -9,5 +9,5 @@ class DenseExchange(BucketExchange):
     """DDP's own mean, in the exchange's thread."""
 
     def stages(self, bucket: Bucket) -> Stages:
-        """One all-reduce."""
+        """Exchange `bucket` by one all-reduce."""
         return self.dense_stages(bucket)

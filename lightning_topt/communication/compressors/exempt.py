@@ -1,4 +1,4 @@
-"""Which parameters are always sent whole: few elements, much at stake."""
+"""Exempt parameters are always sent whole: few elements, much at stake."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def exempt_names(module: nn.Module, rules: Sequence[str]) -> frozenset[str]:
-    """Names of the parameters of `module` that `rules` exempt.
+    """Return the names of the parameters of `module` that `rules` exempt.
 
     - "bias": parameters of fewer than two dims whose own name contains "bias";
     - "norm": all other parameters of fewer than two dims (the scales of norms), and all of modules called ...Norm...;

@@ -1,4 +1,4 @@
-"""What the flat and the hierarchical sparse exchange share: residuals, the sizes of messages, the choice of dense buckets."""
+"""The flat and the hierarchical sparse exchange share residuals, the sizes of messages and the choice of dense buckets."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class FeedbackExchange(BucketExchange):
         self.value_dtype: torch.dtype = getattr(torch, options.value_dtype)
 
     def message_format(self, bucket: Bucket, *, start: int, stop: int) -> MessageFormat:
-        """The message for elements `start` to `stop`: the share `density` of those that are not exempt, at least one."""
+        """Return the message for elements `start` to `stop`: the share `density` of those that are not exempt, at least one."""
         compressible = bucket.layout.compressible(start, stop)
         k = max(1, round(self.options.density_at(bucket.step) * compressible)) if compressible else 0
         return MessageFormat(stop - start, k, self.value_dtype)
 
     @abstractmethod
     def sparse_seconds(self, bucket: Bucket) -> float:
-        """Predicted seconds on the network of ``options.link`` for a sparse bucket."""
+        """Return the predicted seconds on the network of ``options.link`` for a sparse bucket."""
 
     @abstractmethod
     def dense_seconds(self, bucket: Bucket) -> float:
-        """Predicted seconds on the network of ``options.link`` for a whole bucket."""
+        """Return the predicted seconds on the network of ``options.link`` for a whole bucket."""
 
     def is_dense(self, bucket: Bucket) -> bool:
-        """Whether the bucket is sent whole; the same on all ranks."""
+        """Return whether the bucket is sent whole; the same on all ranks."""
         if self.options.is_dense_step(bucket.step):
             return True
         return self.options.link is not None and self.dense_seconds(bucket) <= self.sparse_seconds(bucket)
@@ -64,15 +64,15 @@ class FeedbackExchange(BucketExchange):
         return bucket.buffer
 
     def put_back(self) -> None:
-        """What the last step sent returns to the residual."""
+        """Put back into the residual what the last step sent."""
         self.store.put_back()
 
     def residual_norm(self) -> float:
-        """L2 norm of this rank's residuals."""
+        """Return the L2 norm of this rank's residuals."""
         return self.store.norm()
 
     def prepare(self, bucket: Bucket) -> bool:
-        """Whether the bucket is laid out as it was."""
+        """Return whether the bucket is laid out as it was."""
         return self.store.fits(bucket)
 
     def relayout(self) -> None:
@@ -80,12 +80,12 @@ class FeedbackExchange(BucketExchange):
         self.store.replace(self.state_dict())
 
     def state_dict(self) -> State:
-        """Residual and velocity of this rank, or of its node, by name."""
+        """Return the residual and velocity of this rank, or of its node, by name."""
         return self.store.collect(self.whole)
 
     @abstractmethod
     def whole(self, entry: BucketResidual, flat: Tensor) -> Tensor:
-        """A bucket's residual (n,) from this rank's elements of it."""
+        """Return a bucket's residual (n,) from this rank's elements of it."""
 
     def load_state_dict(self, state: State) -> None:
         """Take over residuals by name."""
@@ -106,6 +106,6 @@ class ScatterMean:
         self.total[start : start + form.numel].index_add_(0, indices, values.mul_(self.scale))
 
     def write(self) -> None:
-        """The sum is in the buffer, in its dtype."""
+        """Write the sum to the buffer, in its dtype."""
         if self.total is not self.buffer:
             self.buffer.copy_(self.total)

@@ -19,7 +19,7 @@ class HalfExchange(BucketExchange):
     """
 
     def stages(self, bucket: Bucket) -> Stages:
-        """One all-reduce on ``groups.world[0]``."""
+        """Exchange `bucket` by one all-reduce on ``groups.world[0]``."""
         if self.options.is_dense_step(bucket.step):
             return (yield from self.dense_stages(bucket))
         half = torch.empty_like(bucket.buffer, dtype=HALF_DTYPES[self.options.method])

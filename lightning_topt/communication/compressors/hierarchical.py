@@ -43,7 +43,7 @@ class HierarchicalExchange(FeedbackExchange):
         self.node = node
 
     def stages(self, bucket: Bucket) -> Stages:
-        """Three stages: in the node, between nodes, in the node."""
+        """Exchange `bucket` in three stages: in the node, between nodes, in the node."""
         topology = self.topology
         start, stop = self.bounds(bucket)[topology.local_rank]
         entry = self.store.open(bucket, start=start, stop=stop)
@@ -113,11 +113,11 @@ class HierarchicalExchange(FeedbackExchange):
         return self.finish(bucket, entry=entry, exempt=exempt)
 
     def bounds(self, bucket: Bucket) -> list[tuple[int, int]]:
-        """The shards of the bucket."""
+        """Return the shards of the bucket."""
         return shard_bounds(bucket.buffer.numel(), local_size=self.topology.ranks_per_node)
 
     def forms(self, bucket: Bucket) -> list[MessageFormat]:
-        """The message of every local rank."""
+        """Return the message of every local rank."""
         return [self.message_format(bucket, start=start, stop=stop) for start, stop in self.bounds(bucket)]
 
     def _count(self, nbytes: int, *, passes: int) -> None:
@@ -125,7 +125,7 @@ class HierarchicalExchange(FeedbackExchange):
         self.bytes_sent += passes * (self.topology.num_nodes - 1) * nbytes // self.topology.num_nodes
 
     def whole(self, entry: BucketResidual, flat: Tensor) -> Tensor:
-        """Gathered from the ranks of the node; nothing else is in flight."""
+        """Gather the whole residual from the ranks of the node; nothing else is in flight."""
         numel = sum(entry.layout.numels)
         whole = torch.zeros(numel, device=flat.device)
         whole[entry.start : entry.stop] = flat
@@ -133,14 +133,14 @@ class HierarchicalExchange(FeedbackExchange):
         return whole
 
     def sparse_seconds(self, bucket: Bucket) -> float:
-        """A ring of messages between nodes, whose link all local ranks share."""
+        """Return the seconds of a ring of messages between nodes, whose link all local ranks share."""
         assert self.options.link is not None
         hops = self.topology.num_nodes - 1
         nbytes = self.topology.ranks_per_node * max(form.nbytes for form in self.forms(bucket))
         return hops * (self.options.link.latency_seconds + nbytes / self.options.link.bandwidth)
 
     def dense_seconds(self, bucket: Bucket) -> float:
-        """A ring all-reduce between nodes of all shards at once."""
+        """Return the seconds of a ring all-reduce between nodes of all shards at once."""
         assert self.options.link is not None
         hops, share = 2 * (self.topology.num_nodes - 1), bucket.buffer.nbytes / self.topology.num_nodes
         return hops * (self.options.link.latency_seconds + share / self.options.link.bandwidth)

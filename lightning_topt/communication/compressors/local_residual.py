@@ -21,7 +21,7 @@ class LocalResidual:
         self._by_name: dict[str, Tensor] = {}  # (numel,) each, views of the flat ones
 
     def flat(self, bucket: Bucket) -> Tensor:
-        """The residual (n,) of `bucket`, zeros at first; what is written there is kept."""
+        """Return the residual (n,) of `bucket`, zeros at first; what is written there is kept."""
         layout = bucket.layout
         known = self._flat.get(bucket.index)
         if known is not None and known[0] == layout:
@@ -35,13 +35,13 @@ class LocalResidual:
         return flat
 
     def norm(self) -> float:
-        """L2 norm of all of it."""
+        """Return the L2 norm of all of it."""
         if not self._by_name:
             return 0.0
         return float(torch.stack(torch._foreach_norm(list(self._by_name.values()))).norm())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameter name -> residual (numel,)."""
+        """Return parameter name -> residual (numel,)."""
         return {name: value.clone() for name, value in self._by_name.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

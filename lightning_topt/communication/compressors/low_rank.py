@@ -47,13 +47,13 @@ class MatrixGroup:
     names: tuple[str, ...]
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
-        """Views (rows, columns) of a flat tensor in bucket layout."""
+        """Return views (rows, columns) of a flat tensor in bucket layout."""
         return [flat[part].view(self.rows, self.columns) for part in self.slices]
 
 
 @dataclass(frozen=True)
 class FactorPlan:
-    """What of a bucket travels as factors, and what whole."""
+    """A `FactorPlan` says what of a bucket travels as factors, and what whole."""
 
     groups: tuple[MatrixGroup, ...]
     whole: tuple[slice, ...]
@@ -75,20 +75,20 @@ class FactorPlan:
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """(first dim, all others) of a tensor; (numel, 1) of fewer than two dims."""
+    """Return (first dim, all others) of a tensor; (numel, 1) of fewer than two dims."""
     rows = shape[0] if len(shape) > 0 else 1
     return rows, shape.numel() // max(rows, 1)
 
 
 def saves_enough(shape: torch.Size, *, rank: int) -> bool:
-    """Whether factors of `rank` columns are at most half as large as the tensor."""
+    """Return whether factors of `rank` columns are at most half as large as the tensor."""
     rows, columns = matrix_shape(shape)
     return min(rank, rows, columns) * (rows + columns) * LEAST_SAVING < rows * columns
 
 
 @lru_cache(maxsize=1024)
 def plan_factors(layout: BucketLayout, *, rank: int) -> FactorPlan:
-    """Matrices grouped by shape, in the order in which shapes first come; the rest whole."""
+    """Return the matrices grouped by shape, in the order in which shapes first come; the rest whole."""
     groups: dict[tuple[int, int], list[tuple[slice, str]]] = {}
     whole = []
     for name, part, shape, exempt in zip(layout.names, layout.slices, layout.shapes, layout.exempt, strict=True):
@@ -106,7 +106,7 @@ def plan_factors(layout: BucketLayout, *, rank: int) -> FactorPlan:
 
 
 def orthonormal(factors: Tensor) -> Tensor:
-    """Orthonormal bases (b, n, r) of the columns of `factors` (b, n, r), n >= r; also of matrices that lack rank.
+    """Return orthonormal bases (b, n, r) of the columns of `factors` (b, n, r), n >= r; also of matrices that lack rank.
 
     Householder QR: zero columns give unit vectors, not NaN as in Gram-Schmidt.
     """
@@ -115,7 +115,7 @@ def orthonormal(factors: Tensor) -> Tensor:
 
 
 def first_factor(name: str, *, columns: int, rank: int) -> Tensor:
-    """A random Q^T (rank, columns): the same on all ranks, whatever bucket the parameter `name` is in."""
+    """Return a random Q^T (rank, columns): the same on all ranks, whatever bucket the parameter `name` is in."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(rank, columns, generator=generator)
 
@@ -142,7 +142,7 @@ class Factors:
             p_start, q_start = p_stop, q_stop
 
     def multiply(self, flat: Tensor) -> None:
-        """P = M Q for every matrix of `flat` (n,), and the copy of what travels whole."""
+        """Compute P = M Q for every matrix of `flat` (n,), and copy what travels whole."""
         for group, p, q in zip(self.plan.groups, self.p, self.q, strict=True):
             for matrix, p_one, q_one in zip(group.matrices(flat), p, orthonormal(q.mT), strict=True):
                 torch.mm(matrix, q_one, out=p_one)
@@ -150,14 +150,14 @@ class Factors:
             torch.cat([flat[part] for part in self.plan.whole], out=self.whole)
 
     def multiply_transposed(self, flat: Tensor) -> None:
-        """P = orthonormal(P); Q^T = P^T M for every matrix of `flat` (n,)."""
+        """Compute P = orthonormal(P); Q^T = P^T M for every matrix of `flat` (n,)."""
         for group, p, q in zip(self.plan.groups, self.p, self.q, strict=True):
             p.copy_(orthonormal(p))
             for matrix, p_one, q_one in zip(group.matrices(flat), p, q, strict=True):
                 torch.mm(p_one.t(), matrix, out=q_one)
 
     def add_to(self, flat: Tensor, *, scale: float, keep: float = 1.0) -> None:
-        """`flat` (n,) = keep * flat + scale * result: P Q^T of every matrix, and what travelled whole."""
+        """Set `flat` (n,) to keep * flat + scale * result: P Q^T of every matrix, and what travelled whole."""
         for group, p, q in zip(self.plan.groups, self.p, self.q, strict=True):
             for matrix, p_one, q_one in zip(group.matrices(flat), p, q, strict=True):
                 matrix.addmm_(p_one, q_one, beta=keep, alpha=scale)
@@ -184,7 +184,7 @@ class LowRankExchange(BucketExchange):
         ] = {}  # by bucket index, of step `_step`: residual and what was sent
 
     def stages(self, bucket: Bucket) -> Stages:
-        """P and what travels whole on ``groups.world[0]``, Q on ``groups.world[1]``."""
+        """Exchange P and what travels whole on ``groups.world[0]``, Q on ``groups.world[1]``."""
         if bucket.step != self._step:
             self._step, self._sent = bucket.step, {}
         if self.options.is_dense_step(bucket.step):
@@ -219,7 +219,7 @@ class LowRankExchange(BucketExchange):
         return factors
 
     def _pending(self, bucket: Bucket) -> Tensor:
-        """Where the gradient is added to what is held back (n,)."""
+        """Return the vector (n,) in which the gradient is added to what is held back."""
         if self.options.error_feedback:
             return self.residual.flat(bucket)
         return torch.zeros(bucket.buffer.numel(), device=self.device)
@@ -246,17 +246,17 @@ class LowRankExchange(BucketExchange):
             self._sent[bucket.index] = (pending, factors)
 
     def put_back(self) -> None:
-        """What the last step sent returns to the residual; the mean of what the ranks hold back is then exact."""
+        """Put back into the residual what the last step sent; the mean of what the ranks hold back is then exact."""
         for residual, factors in self._sent.values():
             factors.add_to(residual, scale=1)
         self._sent.clear()
 
     def residual_norm(self) -> float:
-        """L2 norm of this rank's residual."""
+        """Return the L2 norm of this rank's residual."""
         return self.residual.norm()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """ "residual": name -> (numel,); "factor": name -> the last Q^T (rank, columns)."""
+        """Return "residual": name -> (numel,); "factor": name -> the last Q^T (rank, columns)."""
         factor = {name: value.clone() for name, value in self.last_q.items()}
         return {"residual": self.residual.state_dict(), "factor": factor}
 

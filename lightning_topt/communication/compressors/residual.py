@@ -1,4 +1,4 @@
-"""What was not sent yet, per parameter: error feedback with momentum correction and factor masking.
+"""Residuals are what was not sent yet, per parameter: error feedback with momentum correction and factor masking.
 
 Units: the gradient without loss scale, averaged over the ranks of a node where the exchange sums them first. The mean over all
 holders of a residual is thus what the model still has to receive, whoever holds it; a change of the world size gives every
@@ -36,7 +36,7 @@ class BucketResidual:
     sent: Selection | None = field(default=None, repr=False)  # of the last step, as the others received it
 
     def begin(self) -> None:
-        """A new step: what the last one sent has arrived."""
+        """Begin a new step: what the last one sent has arrived."""
         if self.spent and self.residual is not None:
             self.residual.zero_()
         self.spent, self.sent = False, None
@@ -91,7 +91,8 @@ class BucketResidual:
             self.residual.add_(self.velocity)
 
     def everything(self, gradient: Tensor, *, scale: float) -> Tensor:
-        """All that is pending, ``scale * gradient`` (stop - start,) included: sent whole, so the residual reads as zeros.
+        """Return all that is pending, ``scale * gradient`` (stop - start,) included: sent whole, so the residual reads as
+        zeros.
 
         `gradient` itself where nothing else is pending and `scale` is 1. Factor masking would forget all momentum here, so
         the velocity is kept: the mean of the velocities is the ordinary momentum of the mean gradient.
@@ -104,7 +105,7 @@ class BucketResidual:
         return residual
 
     def with_momentum(self, mean: Tensor, *, loss_scale: float) -> Tensor:
-        """The packed mean of the exempt parameters, with ordinary momentum where the rest has it."""
+        """Return the packed mean of the exempt parameters, with ordinary momentum where the rest has it."""
         if not self.options.momentum:
             return mean
         if self.exempt_velocity is None:
@@ -113,13 +114,13 @@ class BucketResidual:
         return (self.exempt_velocity * loss_scale).to(mean.dtype)
 
     def put_back(self) -> None:
-        """What the last step sent was thrown away: hold it back again (a velocity that was masked stays zero)."""
+        """Hold back again what the last step sent, which was thrown away (a velocity that was masked stays zero)."""
         if self.sent is not None and self.residual is not None:
             self.residual.index_add_(0, self.sent.indices, self.sent.values.float())
         self.spent, self.sent = False, None
 
     def pending(self) -> Tensor | None:
-        """The residual, None where it is zero."""
+        """Return the residual, None where it is zero."""
         return None if self.spent else self.residual
 
 
@@ -132,12 +133,12 @@ class ResidualStore:
         self.unplaced: State = {}  # loaded, or of a former layout; waiting for their bucket
 
     def fits(self, bucket: Bucket) -> bool:
-        """Whether the bucket is laid out as it was."""
+        """Return whether the bucket is laid out as it was."""
         known = self.buckets.get(bucket.index)
         return known is None or known.layout is bucket.layout
 
     def open(self, bucket: Bucket, *, start: int, stop: int) -> BucketResidual:
-        """What is held back of elements `start` to `stop` of the bucket, at the beginning of a step."""
+        """Return what is held back of elements `start` to `stop` of the bucket, at the beginning of a step."""
         if bucket.index not in self.buckets:
             self.buckets[bucket.index] = self._place(bucket, start, stop)
         entry = self.buckets[bucket.index]
@@ -164,7 +165,7 @@ class ResidualStore:
     def _filled(
         self, kind: str, layout: BucketLayout, start: int, zeros: Tensor, without: frozenset[str]
     ) -> Tensor | None:
-        """What waits for elements of this bucket, in `zeros`; None if nothing does."""
+        """Return what waits for elements of this bucket, in `zeros`; None if nothing does."""
         tensors, found = self.unplaced.get(kind, {}), False
         for name, (first, part) in named_parts(layout, zeros, start=start).items():
             if name in tensors and name not in without:
@@ -173,7 +174,7 @@ class ResidualStore:
         return zeros if found else None
 
     def collect(self, complete: Callable[[BucketResidual, Tensor], Tensor]) -> State:
-        """Everything by name; `complete` makes a whole bucket (n,) from the elements of this rank."""
+        """Return everything by name; `complete` makes a whole bucket (n,) from the elements of this rank."""
         state: State = {kind: dict(tensors) for kind, tensors in self.unplaced.items()}
         for index in sorted(self.buckets):
             entry = self.buckets[index]
@@ -195,12 +196,12 @@ class ResidualStore:
         self.unplaced = {kind: dict(tensors) for kind, tensors in state.items()}
 
     def put_back(self) -> None:
-        """The last step was thrown away."""
+        """Put back what the last step sent: that step was thrown away."""
         for entry in self.buckets.values():
             entry.put_back()
 
     def norm(self) -> float:
-        """L2 norm of all that is held back."""
+        """Return the L2 norm of all that is held back."""
         pending = [entry.pending() for entry in self.buckets.values()]
         total = sum(float(torch.dot(flat, flat)) for flat in pending if flat is not None)
         return float(total**0.5)

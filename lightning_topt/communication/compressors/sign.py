@@ -45,7 +45,7 @@ class SignFormat:
         )  # so that the scales of every row of a gather are aligned
 
     def encode(self, pending: Tensor) -> Tensor:
-        """The message (nbytes,), uint8, about `pending` (n,) in bucket layout, which keeps what the message leaves out.
+        """Return the message (nbytes,), uint8, about `pending` (n,) in bucket layout, which keeps what the message leaves out.
 
         Where `pending` is not finite the message says so (a scale is not finite) and `pending` stays.
         """
@@ -58,17 +58,17 @@ class SignFormat:
         return message
 
     def nonfinite(self, *, device: torch.device) -> Tensor:
-        """The message of a rank whose gradient is not finite: its scales are NaN."""
+        """Return the message of a rank whose gradient is not finite: its scales are NaN."""
         message = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         self.scales(message).fill_(torch.nan)
         return message
 
     def scales(self, messages: Tensor) -> Tensor:
-        """The scales (..., parameters) in messages (..., nbytes)."""
+        """Return the scales (..., parameters) in messages (..., nbytes)."""
         return messages.view(torch.float32)[..., : len(self.slices)]
 
     def add_decoded(self, message: Tensor, *, to: Tensor, scale: float) -> None:
-        """`to` (n,) += scale * what a message says."""
+        """Add scale * what a message says to `to` (n,)."""
         for part, bits, step in zip(self.slices, self.bits, self.scales(message).tolist(), strict=True):
             add_signs(message[bits], step=step * scale, values=to[part])
 
@@ -83,7 +83,7 @@ class SignExchange(BucketExchange):
         self._sent: dict[int, tuple[SignFormat, Tensor, Tensor]] = {}  # by bucket index, of step `_step`
 
     def stages(self, bucket: Bucket) -> Stages:
-        """One all-gather on ``groups.world[0]``."""
+        """Exchange `bucket` by one all-gather on ``groups.world[0]``."""
         if bucket.step != self._step:
             self._step, self._sent = bucket.step, {}
         if self.options.is_dense_step(bucket.step):
@@ -126,17 +126,17 @@ class SignExchange(BucketExchange):
             bucket.buffer.copy_(total)
 
     def put_back(self) -> None:
-        """What the last step sent returns to the residual."""
+        """Put back into the residual what the last step sent."""
         for form, message, residual in self._sent.values():
             form.add_decoded(message, to=residual, scale=1)
         self._sent.clear()
 
     def residual_norm(self) -> float:
-        """L2 norm of this rank's residual."""
+        """Return the L2 norm of this rank's residual."""
         return self.residual.norm()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """ "residual": name -> (numel,)."""
+        """Return "residual": name -> (numel,)."""
         return {"residual": self.residual.state_dict()}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:

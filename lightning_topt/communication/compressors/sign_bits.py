@@ -18,12 +18,12 @@ ROW = 64  # values summed in float32 before they are added to the float64 total;
 
 
 def packed_bytes(count: int) -> int:
-    """Bytes of the bits of `count` values."""
+    """Return the bytes of the bits of `count` values."""
     return -(-count // 8)
 
 
 def mean_abs(parts: Sequence[Tensor]) -> Tensor:
-    """The mean absolute value of each of several flat tensors, float32 (number of parts,); 0 of an empty one."""
+    """Return the mean absolute value of each of several flat tensors, float32 (number of parts,); 0 of an empty one."""
     if parts[0].device.type == "cpu":
         return torch.tensor([_sum_abs(part.numpy()) / max(1, part.numel()) for part in parts], dtype=torch.float32)
     sizes = torch.tensor([max(1, part.numel()) for part in parts], dtype=torch.float32, device=parts[0].device)
@@ -42,7 +42,7 @@ def take_signs(values: Tensor, *, step: float, packed: Tensor) -> None:
 
 
 def add_signs(packed: Tensor, *, step: float, values: Tensor) -> None:
-    """``values += step * sign`` (n,) with the signs in `packed` (packed_bytes(n),)."""
+    """Do ``values += step * sign`` (n,) with the signs in `packed` (packed_bytes(n),)."""
     if values.device.type == "cpu":
         _add_signs(packed.numpy(), np.float32(step), values.numpy())
     else:
@@ -50,7 +50,7 @@ def add_signs(packed: Tensor, *, step: float, values: Tensor) -> None:
 
 
 def take_signs_torch(values: Tensor, *, step: float, packed: Tensor) -> None:
-    """`take_signs` on any device."""
+    """Do what `take_signs` does, on any device."""
     negative = values < 0
     bits = torch.zeros(8 * packed.numel(), dtype=torch.uint8, device=values.device)
     bits[: values.numel()] = negative
@@ -60,7 +60,7 @@ def take_signs_torch(values: Tensor, *, step: float, packed: Tensor) -> None:
 
 
 def add_signs_torch(packed: Tensor, *, step: float, values: Tensor) -> None:
-    """`add_signs` on any device."""
+    """Do what `add_signs` does, on any device."""
     shifts = torch.arange(8, dtype=torch.uint8, device=values.device)
     bits = ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[: values.numel()]
     values.add_(torch.where(bits.bool(), -step, step))

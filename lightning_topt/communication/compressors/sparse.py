@@ -16,7 +16,9 @@ class SparseExchange(FeedbackExchange):
     """Top-k with error feedback on each rank, one all-gather of packed messages, decoded in rank order."""
 
     def stages(self, bucket: Bucket) -> Stages:
-        """One all-gather, or one all-reduce of everything pending; beside it one all-reduce of the exempt parameters."""
+        """Exchange `bucket` by one all-gather, or by one all-reduce of everything pending; beside it one all-reduce of the
+        exempt parameters.
+        """
         entry = self.store.open(bucket, start=0, stop=bucket.buffer.numel())
         exempt = self.start_exempt(bucket)
         if self.is_dense(bucket):
@@ -52,14 +54,14 @@ class SparseExchange(FeedbackExchange):
         return flat
 
     def sparse_seconds(self, bucket: Bucket) -> float:
-        """A ring of messages."""
+        """Return the seconds of a ring of messages."""
         assert self.options.link is not None
         form = self.message_format(bucket, start=0, stop=bucket.buffer.numel())
         hops = self.topology.world_size - 1
         return hops * (self.options.link.latency_seconds + form.nbytes / self.options.link.bandwidth)
 
     def dense_seconds(self, bucket: Bucket) -> float:
-        """A ring all-reduce."""
+        """Return the seconds of a ring all-reduce."""
         assert self.options.link is not None
         hops, share = 2 * (self.topology.world_size - 1), bucket.buffer.nbytes / self.topology.world_size
         return hops * (self.options.link.latency_seconds + share / self.options.link.bandwidth)

@@ -36,7 +36,7 @@ class Unpacked(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """Where everything is in the message of `k` of `numel` elements."""
+    """A `MessageFormat` says where everything is in the message of `k` of `numel` elements."""
 
     numel: int
     k: int
@@ -71,7 +71,7 @@ class MessageFormat:
         return self.cuts[2]
 
     def round(self, values: Tensor) -> Tensor:
-        """What of float32 `values` arrives, in `value_dtype`; never infinite where `values` are not."""
+        """Return what of float32 `values` arrives, in `value_dtype`; never infinite where `values` are not."""
         if self.value_dtype == torch.float16:
             values = values.clamp(-65504.0, 65504.0)
         return values.to(self.value_dtype)

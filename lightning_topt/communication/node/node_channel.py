@@ -71,7 +71,7 @@ class Operation(PendingResult[Tensor]):
         self.number = channel.submit(self)
 
     def is_completed(self) -> bool:
-        """Whether done; does what can be done without waiting."""
+        """Return whether it is done; does what can be done without waiting."""
         return self.channel.complete(self, block=False)
 
     def wait(self) -> None:
@@ -82,7 +82,7 @@ class Operation(PendingResult[Tensor]):
             raise self.channel.error
 
     def result(self) -> Tensor:
-        """What the method promised."""
+        """Return what the method promised."""
         assert self.done, "wait first"
         return self.outcome()
 

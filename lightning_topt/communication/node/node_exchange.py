@@ -23,7 +23,7 @@ class Waitable(Protocol):
     """Something in flight; ``torch.distributed.Work`` is one."""
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once. True also after a failure, which `wait` then raises."""
+        """Return whether `wait` would return at once. True also after a failure, which `wait` then raises."""
 
     def wait(self) -> object:
         """Block until done; raises where it failed."""
@@ -34,7 +34,7 @@ class PendingResult(ABC, Generic[T]):
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -42,11 +42,11 @@ class PendingResult(ABC, Generic[T]):
 
     @abstractmethod
     def result(self) -> T:
-        """The result; valid until its reader yields to the worker again."""
+        """Return the result; valid until its reader yields to the worker again."""
 
 
 def shard_bounds(numel: int, *, local_size: int) -> list[tuple[int, int]]:
-    """First and last-plus-one element of every local rank's shard."""
+    """Return the first and last-plus-one element of every local rank's shard."""
     cuts = [numel * index // local_size for index in range(local_size + 1)]
     return list(pairwise(cuts))
 
@@ -66,15 +66,17 @@ class NodeExchange(ABC):
 
     @abstractmethod
     def reduce_scatter(self, flat: Tensor) -> PendingResult[Tensor]:
-        """The float32 sum over the node of this rank's shard of `flat` (n,), terms added in rank order; `flat` is only read."""
+        """Return the float32 sum over the node of this rank's shard of `flat` (n,), added in rank order; `flat` is only
+        read.
+        """
 
     @abstractmethod
     def gather_shards(self, flat: Tensor) -> Waitable:
-        """Every local rank has written its own shard of `flat` (n,); fill in the others' shards."""
+        """Fill in the others' shards of `flat` (n,), of which every local rank has written its own."""
 
     @abstractmethod
     def all_gather(self, message: Tensor) -> PendingResult[Tensor]:
-        """The uint8 `message` (size,) of every local rank, in order: (local size, size). Equal sizes on all local ranks."""
+        """Return every local rank's uint8 `message` (size,), in order: (local size, size). Equal sizes on all local ranks."""
 
     @abstractmethod
     def close(self) -> None:
@@ -113,7 +115,7 @@ class _Rows(PendingResult[Tensor]):
 
 
 class CollectiveNodeExchange(NodeExchange):
-    """`NodeExchange` by collectives, on every backend; one process group per direction keeps the order of calls equal."""
+    """A `NodeExchange` by collectives, on every backend; one process group per direction keeps the order of calls equal."""
 
     def __init__(
         self, *, local_rank: int, local_size: int, scatter_group: dist.ProcessGroup, gather_group: dist.ProcessGroup
@@ -122,7 +124,7 @@ class CollectiveNodeExchange(NodeExchange):
         self.scatter_group, self.gather_group = scatter_group, gather_group
 
     def reduce_scatter(self, flat: Tensor) -> PendingResult[Tensor]:
-        """All-to-all of the shards, then a local sum: half the bytes of gloo's own reduce-scatter."""
+        """Exchange the shards by an all-to-all, then sum locally: half the bytes of gloo's own reduce-scatter."""
         sizes = [stop - start for start, stop in shard_bounds(flat.numel(), local_size=self.local_size)]
         own = sizes[self.local_rank]
         terms = torch.empty((self.local_size, own), dtype=flat.dtype, device=flat.device)
@@ -133,7 +135,7 @@ class CollectiveNodeExchange(NodeExchange):
         return _Sum(work, terms)
 
     def gather_shards(self, flat: Tensor) -> Waitable:
-        """One broadcast per shard."""
+        """Gather by one broadcast per shard."""
         bounds = shard_bounds(flat.numel(), local_size=self.local_size)
         return Pending(
             [
@@ -144,7 +146,7 @@ class CollectiveNodeExchange(NodeExchange):
         )
 
     def all_gather(self, message: Tensor) -> PendingResult[Tensor]:
-        """All-gather of the messages."""
+        """All-gather the messages."""
         rows = torch.empty((self.local_size, message.numel()), dtype=torch.uint8, device=message.device)
         return _Rows(all_gather_into(rows.view(-1), message, group=self.gather_group, async_op=True), rows)
 

@@ -40,7 +40,7 @@ def _typed_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_typed_intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
-    """The int64 at `address`; reads that follow see what was written before it was stored."""
+    """Return the int64 at `address`; reads that follow see what was written before it was stored."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), "acquire", 8)
@@ -62,7 +62,7 @@ def store_release(typing: Any, address: Any, value: Any) -> Any:
 
 @_typed_intrinsic
 def load_int32(typing: Any, address: Any) -> Any:
-    """The int32 at `address`."""
+    """Return the int32 at `address`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(builder.inttoptr(arguments[0], ir.IntType(32).as_pointer()))
@@ -72,7 +72,7 @@ def load_int32(typing: Any, address: Any) -> Any:
 
 @_typed_intrinsic
 def widen(typing: Any, value: Any) -> Any:
-    """An element as float32. bfloat16 comes as uint16 and float16 as int16: Numba has neither."""
+    """Return an element as float32. bfloat16 comes as uint16 and float16 as int16: Numba has neither."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if value == types.uint16:
@@ -128,7 +128,7 @@ def gather_ranks(
 def sum_ranks(
     total: Array, own: Array, processes: Array, sources: Array, rank: int, received: Array, vector: int
 ) -> tuple[int, int]:
-    """``total = own + others'`` in rank order, in blocks, so that what is read of the others stays in the cache.
+    """Compute ``total = own + others'`` in rank order, in blocks, so that what is read of the others stays in the cache.
 
     `total` (n,) float32, not the memory of `own` (n,); `processes` and `sources` (ranks,) say where the others' n elements
     are; `received` (ranks, block) is memory to work with. Returns (rank, error number) of a failed read, or (0, 0).
@@ -214,7 +214,7 @@ def announce(word: int, value: int) -> None:
 
 @compiled
 def wait_for(word: int, value: int, nanoseconds: int, timespec: int) -> bool:
-    """Whether the shared int64 at `word` reached `value`, after sleeping at most `nanoseconds` (below 1 s) or being woken."""
+    """Return whether the shared int64 at `word` reached `value`, after sleeping at most `nanoseconds` (below 1 s) or woken."""
     for _ in range(YIELDS):
         if load_acquire(word) >= value:
             return True
@@ -230,6 +230,6 @@ def wait_for(word: int, value: int, nanoseconds: int, timespec: int) -> bool:
 
 @compiled
 def load_word(word: int) -> int:
-    """The shared int64 at `word`; reads that follow see what was written before it was set."""
+    """Return the shared int64 at `word`; reads that follow see what was written before it was set."""
     value: int = load_acquire(word)
     return value

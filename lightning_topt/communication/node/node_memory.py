@@ -36,7 +36,7 @@ class Buffers:
         self.free: list[Tensor] = []
 
     def take(self, size: int) -> Tensor:
-        """At least `size` bytes."""
+        """Return at least `size` bytes."""
         fitting = [buffer for buffer in self.free if buffer.numel() >= size]
         # Where none fits, the smallest makes room: there are never more than were in use at once.
         chosen = min(fitting or self.free, key=Tensor.numel, default=None)
@@ -49,7 +49,7 @@ class Buffers:
 
 
 class SharedMemoryNodeExchange(NodeExchange):
-    """`NodeExchange` of CPU tensors through memory. Making one is a collective call on `group`, the node's ranks.
+    """This `NodeExchange` passes CPU tensors through memory. Making one is a collective call on `group`, the node's ranks.
 
     `timeout_seconds`: how long `wait` waits for a rank that is alive; `direct`: read the others' memory where that is
     allowed, False: always copy through segments. Raises NodeMemoryUnavailable, on all ranks, where they are on several

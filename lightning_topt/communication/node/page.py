@@ -1,4 +1,4 @@
-"""What the ranks of one node share: a page of counters in memory that has no name, and who of them is still there.
+"""The ranks of one node share a page of counters in memory that has no name, and know who of them is still there.
 
 The page is a memfd, which the others open through /proc: no file exists at any time, so nothing is left behind whichever
 process dies, and the size of /dev/shm (64 MB in most containers) does not matter.
@@ -45,7 +45,9 @@ class LocalPeerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a rank tells the others: its boot id and process, where its probe is, the page's descriptor and token (rank 0)."""
+    """An `Introduction` is what a rank tells the others: its boot id and process, where its probe is, the page's descriptor and
+    token (rank 0).
+    """
 
     boot: str
     process: int
@@ -58,7 +60,7 @@ class Introduction:
 
 
 def reserve(size: int) -> int:
-    """Descriptor of `size` bytes of nameless memory, taken now rather than when first touched. Raises OSError."""
+    """Return the descriptor of `size` bytes of nameless memory, taken now rather than when first touched. Raises OSError."""
     descriptor = os.memfd_create("lightning_topt")
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -69,12 +71,12 @@ def reserve(size: int) -> int:
 
 
 def map_shared(descriptor: int, *, size: int) -> Array:
-    """`size` bytes of the file as uint8, mapped as long as the array lives."""
+    """Return `size` bytes of the file as uint8, mapped as long as the array lives."""
     return np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
 
 
 def map_of(process: int, descriptor: int, *, size: int) -> Array:
-    """The memory that `process` has open as `descriptor`."""
+    """Return the memory that `process` has open as `descriptor`."""
     opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(opened).st_size != size:
@@ -164,16 +166,16 @@ class NodePage:
         return self.start + rank * self.row_bytes + 8 * word
 
     def get(self, rank: int, word: int) -> int:
-        """A word of `rank`."""
+        """Return a word of `rank`."""
         return load_word(self._address(rank, word))
 
     def read(self, rank: int, word: int, count: int) -> list[int]:
-        """Several words of `rank`, written before a word that `wait` saw set."""
+        """Return several words of `rank`, written before a word that `wait` saw set."""
         values: list[int] = self.words[rank, word : word + count].tolist()
         return values
 
     def write(self, word: int, values: Sequence[int]) -> None:
-        """Several of this rank's words at once, to be announced by `set`."""
+        """Write several of this rank's words at once, to be announced by `set`."""
         self.words[self.rank, word : word + len(values)] = values
 
     def set(self, word: int, value: int) -> None:

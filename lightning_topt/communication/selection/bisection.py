@@ -22,7 +22,7 @@ ROUNDS = 30
 
 
 def mstopk_indices(x: Tensor, k: int, *, rounds: int = ROUNDS, start: int | None = None) -> Tensor:
-    """Indices (k,) of approximately the k largest magnitudes of the flat `x` (d,), ascending.
+    """Return the indices (k,) of approximately the k largest magnitudes of the flat `x` (d,), ascending.
 
     All that reach the final threshold, and a contiguous run of those between it and the next lower one, from the `start`-th
     of them (None: at random). Raises NonFiniteError.

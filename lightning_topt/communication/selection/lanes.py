@@ -55,7 +55,7 @@ def _all(value: int) -> Any:
 
 
 def _load_floats(builder: ir.IRBuilder, data: Any, start: Any, dtype: Any) -> Any:
-    """64 elements as float32."""
+    """Return 64 elements as float32."""
     if dtype == types.float32:
         return _load(builder, data, start, _FLOATS)
     words = builder.zext(_load(builder, data, start, _SHORTS), _INTS)
@@ -66,7 +66,7 @@ def _load_floats(builder: ir.IRBuilder, data: Any, start: Any, dtype: Any) -> An
 
 
 def _widened(builder: ir.IRBuilder, words: Any) -> Any:
-    """float16 to float32 by its bits: LLVM's own conversion calls a function that is not there before AVX2."""
+    """Convert float16 to float32 by its bits: LLVM's own conversion calls a function that is not there before AVX2."""
     magnitude = builder.shl(builder.and_(words, _all(0x7FFF)), _all(13))
     exponent = builder.and_(magnitude, _all(0x1F << 23))
     normal = builder.add(magnitude, _all((127 - 15) << 23))
@@ -97,7 +97,8 @@ def _array(generator: Any, builder: ir.IRBuilder, kind: Any, value: Any) -> Any:
 
 @intrinsic
 def mask_group(context: Any, data: Any, start: Any, threshold: Any) -> Any:
-    """Which of ``data[start : start + 64]`` have at least the magnitude `threshold` (float32's bits), and which are not finite.
+    """Return which of ``data[start : start + 64]`` have at least the magnitude `threshold` (float32's bits), and which are not
+    finite.
 
     `data` (n,) float32, uint16 or int16. Returns two int64; bit j stands for element ``start + j``.
     """
@@ -121,7 +122,8 @@ def add_group(
     momentum: Any,
     threshold: Any,
 ) -> Any:
-    """The same of ``residual`` after ``residual += scale * gradient`` on its 64 elements; without effect if one is not finite.
+    """Return the same of ``residual`` after ``residual += scale * gradient`` on its 64 elements; without effect if one is not
+    finite.
 
     With `velocity` (not None), ``velocity = momentum * velocity + scale * gradient; residual += velocity``. `residual` and
     `velocity` (n,) float32, `gradient` (n,) float32, uint16 or int16.
@@ -151,7 +153,7 @@ def add_group(
 
 @intrinsic
 def count_ones(context: Any, mask: Any) -> Any:
-    """Number of ones of an int64."""
+    """Return the number of ones of an int64."""
 
     def generate(generator: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -161,7 +163,7 @@ def count_ones(context: Any, mask: Any) -> Any:
 
 @intrinsic
 def lowest_one(context: Any, mask: Any) -> Any:
-    """Position of the lowest one of an int64; 64 where there is none."""
+    """Return the position of the lowest one of an int64; 64 where there is none."""
 
     def generate(generator: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))

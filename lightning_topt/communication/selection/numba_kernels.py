@@ -49,7 +49,7 @@ def _rank_from_top(histogram: Any, rank: int) -> tuple[int, int]:
 
 @_kernel
 def exact_threshold(bits: Any, k: int) -> tuple[int, int]:
-    """The k-th largest magnitude of `bits` (m,), and how many equal to it belong to the k largest."""
+    """Return the k-th largest magnitude of `bits` (m,), and how many equal to it belong to the k largest."""
     prefix = 0
     for shift, width in DIGITS:
         histogram = np.zeros(1 << width, np.int32)
@@ -64,7 +64,7 @@ def exact_threshold(bits: Any, k: int) -> tuple[int, int]:
 
 @_kernel
 def sums_of(residual: Any, velocity: Any, gradient: Any, scale: Any, momentum: Any, every: int, sums: Any) -> None:
-    """Into `sums` (m,) float32 ``residual + momentum * velocity + scale * gradient``, one run of 64 in `every`.
+    """Write into `sums` (m,) float32 ``residual + momentum * velocity + scale * gradient``, one run of 64 in `every`.
 
     `residual`, `velocity`: None reads as zeros. Sums of a run that are not all finite are left out: zeros or the residual.
     """
@@ -105,7 +105,9 @@ def _append(mask: int, first: int, indices: Any, count: int) -> int:
 
 @_kernel
 def collect(data: Any, threshold: int, indices: Any, survivors: Any) -> tuple[int, bool]:
-    """One pass over `data` (n,): number of survivors (-1: not finite), and whether there was no room for all."""
+    """Make one pass over `data` (n,); return the number of survivors (-1: not finite), and whether there was no room for
+    all.
+    """
     numel, count, full = data.shape[0], 0, False
     mask: int
     infinite: int
@@ -134,7 +136,7 @@ def collect(data: Any, threshold: int, indices: Any, survivors: Any) -> tuple[in
 def _add_tail(
     residual: Any, velocity: Any, gradient: Any, scale: Any, momentum: Any, threshold: int
 ) -> tuple[int, int]:
-    """`add_group` on the last, incomplete group."""
+    """Do `add_group` on the last, incomplete group."""
     rest = residual.shape[0] % GROUP
     start = residual.shape[0] - rest
     kept, added = np.zeros(GROUP, residual.dtype), np.zeros(GROUP, gradient.dtype)
@@ -163,7 +165,7 @@ def collect_sum(
     indices: Any,
     survivors: Any,
 ) -> tuple[int, bool, int]:
-    """The same over ``residual += scale * gradient``; the third number says how many elements were accumulated.
+    """Do the same over ``residual += scale * gradient``; the third number says how many elements were accumulated.
 
     With `velocity` (not None) over ``velocity = momentum * velocity + scale * gradient; residual += velocity``.
     """
@@ -189,7 +191,7 @@ def collect_sum(
 
 @_kernel
 def take(bits: Any, positions: Any, threshold: int, equal: int, indices: Any, values: Any) -> None:
-    """Into `indices` and `values` (k + 1,) what lies above `threshold`, and the first `equal` equal to it.
+    """Write into `indices` and `values` (k + 1,) what lies above `threshold`, and the first `equal` equal to it.
 
     `positions` (m,) or empty, where an element's position is its own.
     """

@@ -1,4 +1,4 @@
-"""What a selection returns and raises."""
+"""This is what a selection returns and raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Selection(NamedTuple):
-    """`values` (k,), signed, and their `indices` (k,) in the flattened tensor, ascending."""
+    """A selection holds `values` (k,), signed, and their `indices` (k,) in the flattened tensor, ascending."""
 
     values: Tensor
     indices: Tensor

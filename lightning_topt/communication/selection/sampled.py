@@ -21,7 +21,9 @@ CHUNK = 1 << 16
 
 
 def sampled_indices(x: Tensor, k: int) -> Tensor:
-    """Indices (k,) of the k largest magnitudes of the flat `x`, ascending; of equal ones the first. Raises NonFiniteError."""
+    """Return the indices (k,) of the k largest magnitudes of the flat `x`, ascending; of equal ones the first. Raises
+    NonFiniteError.
+    """
     if k == 0:
         _check_finite(x)
         return torch.empty(0, dtype=torch.int64, device=x.device)
@@ -38,18 +40,18 @@ def sampled_indices(x: Tensor, k: int) -> Tensor:
 
 
 def expected_rank(numel: int, k: int) -> int:
-    """The rank in the sample whose element lies almost surely below the k-th largest of `numel`."""
+    """Return the rank in the sample whose element lies almost surely below the k-th largest of `numel`."""
     mean = k * sample_share(numel)
     return math.ceil(mean + SIGMAS * math.sqrt(mean)) + 1
 
 
 def sample_share(numel: int) -> float:
-    """Share of the elements in the sample: all of them where they are few."""
+    """Return the share of the elements in the sample: all of them where they are few."""
     return 1.0 if numel <= CHUNK else SAMPLE_SHARE
 
 
 def first_largest(magnitudes: Tensor, k: int) -> Tensor:
-    """Positions (k,), ascending, of the k largest; of equal ones the first."""
+    """Return the positions (k,), ascending, of the k largest; of equal ones the first."""
     least = magnitudes.topk(k, sorted=False).values.min()
     above = magnitudes > least
     equal = (magnitudes == least).nonzero().view(-1)[: k - int(above.sum())]

@@ -37,7 +37,7 @@ _NO_POSITIONS = np.empty(0, np.int32)
 
 @dataclass
 class _Pass:
-    """What one pass over the data kept: everything of at least `threshold`, or the first of it where `full`."""
+    """A `_Pass` holds what one pass over the data kept: everything of at least `threshold`, or the first of it where `full`."""
 
     indices: Array  # int32
     survivors: Tensor  # of the data's dtype
@@ -47,19 +47,21 @@ class _Pass:
 
     @staticmethod
     def prepare(x: Tensor, k: int, threshold: int) -> _Pass:
-        """Room for twice what is expected, and the last block may all survive; memory that is not used is not touched."""
+        """Make room for twice what is expected, and for a last block that may all survive; memory that is not used is not
+        touched.
+        """
         numel, share = x.numel(), sample_share(x.numel())
         excess = (expected_rank(numel, k) - k * share) / share
         room = min(numel, int(2 * k + 4 * excess)) + 2 * BLOCK
         return _Pass(np.empty(room, np.int32), torch.empty(room, dtype=x.dtype), threshold)
 
     def run(self, x: Tensor) -> bool:
-        """One pass over `x`; whether everything was finite."""
+        """Make one pass over `x`; return whether everything was finite."""
         self.count, self.full = collect(_elements(x), self.threshold, self.indices, _elements(self.survivors))
         return self.count >= 0
 
     def bits(self) -> Array:
-        """The survivors' float32 bits."""
+        """Return the survivors' float32 bits."""
         return _bits(self.survivors[: self.count])
 
 
@@ -68,7 +70,7 @@ def _elements(x: Tensor) -> Array:
 
 
 def _bits(x: Tensor) -> Array:
-    """float32's bits of all of `x` (n,)."""
+    """Return float32's bits of all of `x` (n,)."""
     return x.numpy().view(np.int32) if x.dtype == torch.float32 else _sample(x, every=1)
 
 
@@ -81,7 +83,7 @@ def _sample(
     scale: float = 1.0,
     momentum: float = 0.0,
 ) -> Array:
-    """float32's bits (m,) of ``residual + momentum * velocity + scale * gradient``, one run of 64 in `every`.
+    """Return float32's bits (m,) of ``residual + momentum * velocity + scale * gradient``, one run of 64 in `every`.
 
     Compiled too: torch would use its threads, and wait for them where cores are shared with a backward pass.
     """
@@ -96,7 +98,7 @@ def _every(numel: int) -> int:
 
 
 def _bound(sample: Array, numel: int, k: int) -> int:
-    """What almost surely lies a little below the k-th largest magnitude, as bits."""
+    """Return a magnitude that almost surely lies a little below the k-th largest, as bits."""
     if k == 0:
         return INFINITY_BITS
     rank = k if sample.size == numel else expected_rank(numel, k)
@@ -148,7 +150,7 @@ def _finish(x: Tensor, k: int, sample: Array, found: _Pass) -> Chosen:
 
 
 def select(x: Tensor, k: int) -> Chosen | None:
-    """The k largest magnitudes of the contiguous `x` (n,), of equal ones the first; None: not finite."""
+    """Return the k largest magnitudes of the contiguous `x` (n,), of equal ones the first; None: not finite."""
     sample = _sample(x, every=_every(x.numel()))
     found = _Pass.prepare(x, k, _bound(sample, x.numel(), k))
     return _finish(x, k, sample, found) if found.run(x) else None

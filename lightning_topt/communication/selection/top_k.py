@@ -19,7 +19,7 @@ MAX_NUMEL = 2**31 - 1  # indices are int32 inside
 
 
 def top_k(x: Tensor, k: int, *, method: str = "auto") -> Selection:
-    """The k entries of largest magnitude: signed `values` (k,) of the dtype of `x` and `indices` (k,), int64, ascending.
+    """Return the k entries of largest magnitude: signed `values` (k,) of the dtype of `x` and `indices` (k,), int64, ascending.
 
     Args:
         x: any shape and strides; indices count its elements in row-major order. float32, bfloat16 or float16.
@@ -61,7 +61,7 @@ def feedback_top_k(
     velocity: Tensor | None = None,
     momentum: float = 0.0,
 ) -> Selection:
-    """One step of error feedback in place: accumulate, select the exact top k, and take them out of the residual.
+    """Do one step of error feedback in place: accumulate, select the exact top k, and take them out of the residual.
 
     ``residual += scale * gradient``; with `velocity`, momentum correction and factor masking (Deep Gradient Compression,
     arXiv 1712.01887, sections 3.1 and 3.2): ``velocity = momentum * velocity + scale * gradient; residual += velocity``, and

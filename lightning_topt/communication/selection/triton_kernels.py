@@ -28,7 +28,9 @@ if triton is not None:
     def _collect(
         values, added, scale, threshold, indices, state, numel, room, ACCUMULATE: tl.constexpr, SIZE: tl.constexpr
     ):
-        """state[0]: number of survivors; state[1]: whether a value is not finite (such a value is left as it was)."""
+        """Collect survivors; state[0] is their number, state[1] says whether a value is not finite (such a value is left as it
+        was).
+        """
         at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
         inside = at < numel
         x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
@@ -48,7 +50,9 @@ if triton is not None:
 
 
 def select(x: Tensor, k: int) -> Tensor:
-    """Indices (k,) int64 of the k largest magnitudes of the flat CUDA tensor `x`, ascending. Raises NonFiniteError."""
+    """Return the indices (k,) int64 of the k largest magnitudes of the flat CUDA tensor `x`, ascending. Raises
+    NonFiniteError.
+    """
     indices = _select(x, x, k, scale=0.0, accumulate=False)
     if indices is None:
         raise NonFiniteError("top-k of values that are not finite")
@@ -56,7 +60,7 @@ def select(x: Tensor, k: int) -> Tensor:
 
 
 def feedback_select(added: Tensor, residual: Tensor, k: int, *, scale: float) -> Selection | None:
-    """``residual += scale * added``, then take out the k largest. None: not finite, undone."""
+    """Do ``residual += scale * added``, then take out the k largest. None: not finite, undone."""
     indices = _select(residual, added, k, scale=scale, accumulate=True)
     if indices is None:
         change = scale * added.float()

@@ -30,7 +30,7 @@ class BatchMemory:
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Like `torch.empty`, on the CPU; a large one cannot be resized."""
+        """Return a tensor like `torch.empty`, on the CPU; a large one cannot be resized."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if nbytes < LEAST_BYTES:
             return torch.empty(shape, dtype=dtype, device="cpu")

@@ -72,12 +72,12 @@ class BatchDataset(Dataset[Any]):
 
 
 def collate(samples: Any) -> Any:
-    """`default_collate` for what is not collated yet."""
+    """Apply `default_collate` to what is not collated yet."""
     return samples.batch if isinstance(samples, ReadyBatch) else default_collate(samples)
 
 
 def read_batch(dataset: CachedDataset, indices: Sequence[int]) -> ReadyBatch | list[Any] | None:
-    """The batch of `indices`, or its samples where they have not all the same layout; None: nothing was read.
+    """Return the batch of `indices`, or its samples where they have not all the same layout; None: nothing was read.
 
     That is where none of the first entries is in memory, or torch would not stack it. Entries that are not in this node's
     memory come as by `CachedDataset`.
@@ -161,7 +161,7 @@ class BatchRows:
         return np.frombuffer(_start(self.known), np.uint8)
 
     def buffers(self, row: int) -> list[Bytes]:
-        """Where the entry of one row goes, piece by piece."""
+        """Return where the entry of one row goes, piece by piece."""
         pieces = [self._head[row]]
         for rows, padding in zip(self._bytes, self._padding, strict=True):
             pieces.append(rows[row])
@@ -200,11 +200,11 @@ class BatchRows:
         return found
 
     def entry(self, row: int) -> Bytes:
-        """What was read into a row, in one piece."""
+        """Return what was read into a row, in one piece."""
         return np.concatenate(self.buffers(row))
 
     def is_filled(self, row: int) -> bool:
-        """Whether what was read into a row has the layout."""
+        """Return whether what was read into a row has the layout."""
         return bool((self._head[row] == self._expected).all())
 
     def fill(self, row: int, parts: Parts) -> bool:
@@ -217,7 +217,7 @@ class BatchRows:
         return True
 
     def batch(self) -> Any:
-        """What `default_collate` makes of the samples."""
+        """Return what `default_collate` makes of the samples."""
         leaves = zip(self.known.leaves, self.rows, strict=True)
         return _nested(self.known.spec, (_typed(rows, leaf.spec) for leaf, rows in leaves))
 

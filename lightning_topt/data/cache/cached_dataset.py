@@ -24,7 +24,8 @@ _MISSING = object()
 
 
 class CachedDataset(Dataset[Any]):
-    """`dataset` with what its deterministic part gives kept in `cache`: the marked method, or the whole ``__getitem__``.
+    """A `CachedDataset` is `dataset` with what its deterministic part gives kept in `cache`: the marked method, or the whole
+    ``__getitem__``.
 
     The samples are the same, and so is the random state after each of them (where nothing is random). What comes from the cache
     is the caller's own copy. All other attributes are those of `dataset`.
@@ -68,37 +69,39 @@ class CachedDataset(Dataset[Any]):
         return samples
 
     def item(self, index: int) -> int:
-        """The item number of an index; negative ones count from the end. Raises IndexError."""
+        """Return the item number of an index; negative ones count from the end. Raises IndexError."""
         length = self.cache.num_items
         if not -length <= index < length:
             raise IndexError(f"index {index} of a data set of {length} samples")
         return int(index) % length
 
     def items(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The item numbers of several indices. Raises IndexError."""
+        """Return the item numbers of several indices. Raises IndexError."""
         found = np.asarray(indices, np.int64)
         if found.size and found.view(np.uint64).max() >= self.cache.num_items:  # negative ones are large then
             return np.array([self.item(index) for index in indices])
         return found
 
     def load(self, index: int, original: Callable[[int], Any]) -> Any:
-        """The deterministic part's sample: from the cache, or from `original` and then kept."""
+        """Return the deterministic part's sample: from the cache, or from `original` and then kept."""
         item = self.item(index)
         return self._samples([item], [self.cache.get(item)], original)[0]
 
     def entries(self, items: Sequence[int]) -> list[Parts]:
-        """Entries (see `sample_codec`) of several items, from the cache (in one piece) or the source; without a mark."""
+        """Return the entries (see `sample_codec`) of several items, from the cache (in one piece) or the source; without a
+        mark.
+        """
         found = self.cache.get_many(items)
         missing = [item for item, entry in zip(items, found, strict=True) if entry is None]
         read = self._read(missing, self.dataset.__getitem__)[1]
         return [read[item] if entry is None else [entry] for item, entry in zip(items, found, strict=True)]
 
     def sample(self, item: int, entry: Any) -> Any:
-        """The sample of an entry; for data sets without a mark."""
+        """Return the sample of an entry; for data sets without a mark."""
         return self._samples([item], [entry], self.dataset.__getitem__)[0]
 
     def _samples(self, items: Sequence[int], entries: Sequence[Any], original: Callable[[int], Any]) -> list[Any]:
-        """Of entries, and from `original` where there is none."""
+        """Return the samples of entries, and from `original` where there is none."""
         samples = [_MISSING if entry is None else _decoded(entry) for entry in entries]
         missing = [i for i, sample in enumerate(samples) if sample is _MISSING]
         if missing:
@@ -125,7 +128,7 @@ class CachedDataset(Dataset[Any]):
         return entries
 
     def _to_check(self, items: list[int]) -> list[int]:
-        """Which of these misses, counted already, are drawn twice."""
+        """Return which of these misses, counted already, are drawn twice."""
         before, self._misses = self._misses, self._misses + len(items)
         checked = [item for number, item in enumerate(items, before + 1) if number % CHECK_EVERY == 0]
         if self._is_new:
@@ -150,7 +153,7 @@ class CachedDataset(Dataset[Any]):
         raise NotDeterministicError(reason)
 
     def _check_kept(self, sample: Any) -> None:
-        """What comes from the cache is to be stored as what went in."""
+        """Refuse a sample that would come from the cache as something else than went in."""
         changed = changed_by_storing(sample)
         if changed is not None:
             reason = (

@@ -40,8 +40,9 @@ class DatasetNames:
         self._said: set[str] = set()
 
     def name_of(self, dataset: Any, *, place: str = "", agree: Agree | None = None) -> str:
-        """Warns of a change. With `agree`, called for each data set that is not new, only one that is the same on all ranks
-        counts. `place`, of a loader, is where a new data set may be one that was there already, but for some attributes.
+        """Return the name of `dataset`; warns of a change. With `agree`, called for each data set that is not new, only one
+        that is the same on all ranks counts. `place`, of a loader, is where a new data set may be one that was there already,
+        but for some attributes.
 
         Raises UnnamableError for a new data set that has no fingerprint; one that has none any more keeps its own.
         """
@@ -122,7 +123,7 @@ class _Itself:
 
 
 def _state(dataset: Any, had_value: dict[str, bool]) -> tuple[Any, str]:
-    """What can be named: the whole data set, or one like it that lacks what had no value before; and its state."""
+    """Return what can be named: the whole data set, or one like it that lacks what had no value before; and its state."""
     try:
         return dataset, named(dataset, data_version="").state
     except UnnamableError:

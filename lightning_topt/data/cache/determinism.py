@@ -45,7 +45,7 @@ def deterministic(method: Method) -> Method:
 
 
 def marked_method(dataset: Any) -> str | None:
-    """Name of the marked method of `dataset`, None if it has none. Raises ValueError for more than one."""
+    """Return the name of the marked method of `dataset`, None if it has none. Raises ValueError for more than one."""
     found = {name for base in type(dataset).__mro__ for name, value in vars(base).items() if hasattr(value, MARK)}
     if len(found) > 1:
         raise ValueError(
@@ -61,7 +61,7 @@ def put_cache_before(dataset: Any, load: Callable[[int, Callable[[int], Any]], A
 
 @contextlib.contextmanager
 def other_randomness(seed: int) -> Iterator[None]:
-    """The random states of Python, NumPy and torch are others inside, and afterwards as before."""
+    """Make the random states of Python, NumPy and torch others inside, and afterwards as before."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         random.seed(seed)

@@ -40,7 +40,7 @@ class UnnamableError(ValueError):
 
 
 def fingerprint(dataset: Any, *, data_version: str | None = None) -> str:
-    """32 hexadecimal digits for `dataset`: its class's code, its state, and what these refer to.
+    """Return 32 hexadecimal digits for `dataset`: its class's code, its state, and what these refer to.
 
     Names of existing local files in the state add each file's size and time of last change. With a `data_version` that is not
     looked at: the user changes it whenever the data do. Raises UnnamableError where some state has no canonical form (an open
@@ -62,7 +62,7 @@ class Named(NamedTuple):
 
 
 def named(dataset: Any, *, data_version: str | None = None) -> Named:
-    """Both at once, for what one costs."""
+    """Return both at once, for what one costs."""
     hasher = _Hasher(look_at_files=data_version is None)
     hasher.add(sample_layout.FORMAT)
     hasher.add(dataset)
@@ -86,14 +86,14 @@ class _Hasher:
         self.attributes: dict[str, Any] = {}  # of the first object
 
     def finished(self) -> str:
-        """The hash, with all code that was met and what it refers to in turn."""
+        """Return the hash, with all code that was met and what it refers to in turn."""
         for code, is_strict in self.waiting:  # which grows meanwhile
             self.is_strict = is_strict
             self._add_parts(parts_of(code))
         return self.digest.hexdigest()
 
     def hash_of(self, value: Any) -> bytes:
-        """Of a part that was added, at no cost: it is known, or small."""
+        """Return the hash of a part that was added, at no cost: it is known, or small."""
         if type(value) in _PLAIN or type(value) is bytes:
             return xxhash.xxh3_128_digest(repr((type(value).__name__, value)).encode("utf-8", "surrogatepass"))
         return self.added.get(id(value), repr(type(value)).encode())
@@ -188,7 +188,7 @@ class _Hasher:
             self._add_object(value)
 
     def _order(self, item: Any) -> str:
-        """Of the items of a set, whatever order they are in."""
+        """Return what an item of a set is sorted by, whatever order the items are in."""
         if type(item) in _PLAIN or type(item) is bytes:
             return f"{type(item).__name__} {item!r}"
         alone = _Hasher(look_at_files=False, is_strict=False, follows_code=False)
@@ -281,7 +281,7 @@ class _Hasher:
         return {name: value for name, value in state.items() if name not in passing} or None
 
     def _add_attributes(self, value: Any) -> None:
-        """Of a subclass of a container."""
+        """Add the attributes of a subclass of a container."""
         if type(value) not in (dict, list, tuple, set, frozenset):
             attributes = self._lasting(getattr(value, "__dict__", None), type(value))
             self.add([type(value), attributes, getattr(value, "default_factory", None)])

@@ -1,4 +1,4 @@
-"""What a `fingerprint` takes of code: its instructions, and what they refer to by name.
+"""A `fingerprint` takes of code its instructions, and what they refer to by name.
 
 Code of libraries goes by version (see `fingerprint_packages`); the user's own is followed wherever it leads. A module that a
 function imports when it runs is followed without importing it, for the function may never be called.
@@ -64,7 +64,7 @@ Parts = Iterator[Words | Own | Referred | LaterModule]
 
 
 def parts_of(code: Any) -> Parts:
-    """Of a function, a class, a module or a code object: what makes it what it is."""
+    """Return the parts of a function, a class, a module or a code object: what makes it what it is."""
     if isinstance(code, types.FunctionType):
         return _of_function(code)
     if isinstance(code, types.ModuleType):
@@ -110,7 +110,7 @@ def _of_later_module(name: str) -> Parts:
 
 
 def _of_code(code: types.CodeType, namespace: dict[str, Any], *, package: str) -> Parts:
-    """Of the instructions and what they mean in `namespace`; relative imports start from `package`."""
+    """Yield the parts of the instructions and what they mean in `namespace`; relative imports start from `package`."""
     yield from _of_instructions(code)
     names, modules = _names_in(code), set[int]()
     yield from _of_names(names, namespace, modules)
@@ -130,7 +130,9 @@ def _of_instructions(code: types.CodeType) -> Parts:
 
 
 def _of_names(names: list[str], namespace: dict[str, Any], modules: set[int]) -> Parts:
-    """What `names` mean in a namespace and in those of the user's modules they lead to, each of which is kept in `modules`."""
+    """Yield what `names` mean in a namespace and those of the user's modules they lead to, each of which is kept in
+    `modules`.
+    """
     for name in names:
         if name in namespace:
             value = namespace[name]
@@ -160,7 +162,7 @@ def _imported(name: str) -> types.ModuleType | None:
 
 
 def _names_in(code: types.CodeType) -> list[str]:
-    """Of globals and attributes that `code` uses, and the functions and comprehensions inside it."""
+    """Return the names of globals and attributes that `code` uses, and the functions and comprehensions inside it."""
     inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return list(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))
 
@@ -183,7 +185,9 @@ def _imports_in(code: types.CodeType, *, package: str) -> list[str]:
 
 
 def _targets(name: str, wanted: tuple[str, ...], *, package: str) -> list[str]:
-    """Of one import: the module, and what is taken from it that is a module too; without that, all on the way to it."""
+    """Return the targets of one import: the module, and what is taken from it that is a module too; without that, all on the
+    way to it.
+    """
     try:
         module = importlib.util.resolve_name(name, package)
     except ImportError:  # as it will be when it runs

@@ -1,4 +1,4 @@
-"""What stands in a `fingerprint` for code that is not followed: the versions of installed packages.
+"""The versions of installed packages stand in a `fingerprint` for code that is not followed.
 
 Python and the libraries of `KNOWN` go by their versions. Other installed packages go by version, and checksums and sizes of all
 their files, as their installer listed them. All else is the user's own: it has no version.
@@ -25,14 +25,14 @@ _STDLIB = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
 
 
 class _Installed(NamedTuple):
-    """What tells one installation of a package from another, and its files."""
+    """An `_Installed` holds what tells one installation of a package from another, and its files."""
 
     version: str
     files: frozenset[str]
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """Where a module is. Neither it nor the packages above it are imported."""
+    """Return where a module is. Neither it nor the packages above it are imported."""
     above = name.rpartition(".")[0]
     try:
         if not above:
@@ -45,7 +45,9 @@ def find_spec(name: str) -> ModuleSpec | None:
 
 
 def home(value: Any) -> str:
-    """Name of the module that something is from. Functions written in C may not say it: then, of a library that has it."""
+    """Return the name of the module that something is from. Functions written in C may not say it: then, of a library that has
+    it.
+    """
     name = getattr(value, "__module__", None)
     if isinstance(name, str) and not isinstance(value, np.ufunc):  # all of them say numpy
         return "__main__" if name == "__mp_main__" else name  # as spawned processes call it
@@ -57,7 +59,7 @@ def home(value: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def is_standard(module: str | None) -> bool:
-    """Whether a module is Python's or one of `KNOWN`."""
+    """Return whether a module is Python's or one of `KNOWN`."""
     top, file = _top(module), _file(module or "")
     if top in sys.stdlib_module_names and file.endswith(".py"):  # a user's folder may be called "code"
         return os.path.realpath(file).startswith(_STDLIB) and not _is_installed(file)
@@ -66,14 +68,16 @@ def is_standard(module: str | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_library(module: str | None) -> bool:
-    """Whether `version` stands for all code of a module, which is not the user's then."""
+    """Return whether `version` stands for all code of a module, which is not the user's then."""
     file = _file(module or "")
     return is_standard(module) or (_is_installed(file) and file in _installed(_top(module)).files)
 
 
 @functools.lru_cache(maxsize=4096)
 def version(module: str | None) -> str:
-    """What stands for code that is not followed: another version may decode or resize in another way. '' if it is followed."""
+    """Return what stands for code that is not followed: another version may decode or resize in another way. '' if it is
+    followed.
+    """
     top = _top(module)
     if not is_library(module):
         return xxhash.xxh3_128_hexdigest(Path(_file(module or "")).read_bytes()) if _is_extension(module or "") else ""
@@ -93,7 +97,9 @@ def _top(module: str | None) -> str:
 
 
 def _file(module: str) -> str:
-    """Of a module, imported or not; that of the package at the top where it has none, as parts of what is written in C."""
+    """Return the file of a module, imported or not; that of the package at the top where it has none, as parts of what is
+    written in C.
+    """
     loaded = sys.modules.get(module)
     spec = find_spec(module) if loaded is None and module else None
     file = getattr(loaded, "__file__", None) or (spec.origin if spec is not None and spec.has_location else None)
@@ -122,7 +128,9 @@ def _owners() -> dict[str, list[metadata.Distribution]]:
 
 @functools.lru_cache(maxsize=256)
 def _installed(top: str) -> _Installed:
-    """Of all distributions that own `top`. Sizes are of the files as they are: somebody may have edited one in place."""
+    """Return what is installed of all distributions that own `top`. Sizes are of the files as they are: somebody may have
+    edited one in place.
+    """
     digest, found = xxhash.xxh3_128(), set()
     for owner in sorted(_owners().get(top, ()), key=lambda each: each.metadata["Name"]):
         digest.update(f"{owner.metadata['Name']} {owner.version}\n".encode())

@@ -58,7 +58,7 @@ class MappedEntries:
         self._can_populate = hasattr(self._map, "madvise")
 
     def header(self, item: int) -> bytes | None:
-        """The header of an entry that is there and was verified here, else None."""
+        """Return the header of an entry that is there and was verified here, else None."""
         number = self._headers[item]
         is_there = number > 0 and self._records[item, 1] >> np.uint64(56) == STORED
         return self._by_number[number - 1] if is_there else None
@@ -66,7 +66,8 @@ class MappedEntries:
     def find(
         self, items: Sequence[int], *, header: bytes, nbytes: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Where in the map the entries of `items` with this header and size lie, and which of them are to be verified yet.
+        """Return where in the map the entries of `items` with this header and size lie, and which of them are to be verified
+        yet.
 
         0 for those that are not there like that; ``header`` as it stands at the beginning of an entry. Copy one that is to be
         verified right after `verify`: then it is in the processor's cache.
@@ -79,7 +80,7 @@ class MappedEntries:
         return np.where(there & ((numbers == self._number(header)) | unknown), offsets, 0), there & unknown
 
     def find_all(self, items: npt.NDArray[np.int64], *, header: bytes, nbytes: int) -> npt.NDArray[np.int64] | None:
-        """The same where all of them are there like that and verified, which is the usual case and told sooner; else None."""
+        """Return the same where all are there like that and verified, which is the usual case and told sooner; else None."""
         records = self._records[items]
         if (records[:, 1] != STORED << 56 | nbytes).any() or (self._headers[items] != self._number(header)).any():
             return None
@@ -87,7 +88,9 @@ class MappedEntries:
         return offsets.astype(np.int64) if offsets.max() <= len(self._bytes) - nbytes else None
 
     def verify(self, item: int, *, header: bytes) -> bool:
-        """Whether an entry that `find` found is whole and has `header`. A damaged one is read, and found out, elsewhere."""
+        """Return whether an entry that `find` found is whole and has `header`. A damaged one is read, and found out,
+        elsewhere.
+        """
         entry = self._entry(item, trusted=self._store.is_verified(item))
         if entry is None:
             return False
@@ -172,7 +175,7 @@ class MappedEntries:
             memmove(target, address + offset, nbytes)
 
     def gather(self, offsets: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.uint8]:
-        """So many bytes at each offset, (offsets, nbytes); for few bytes."""
+        """Return so many bytes at each offset, (offsets, nbytes); for few bytes."""
         gathered: npt.NDArray[np.uint8] = self._bytes[offsets[:, None] + np.arange(nbytes)]
         return gathered
 

@@ -39,14 +39,14 @@ class MemoryFile(NamedTuple):
 
 
 class Handed(NamedTuple):
-    """What other processes open a memory by for as long as this process holds it, whatever becomes of the registry."""
+    """A `Handed` is what other processes open a memory by while this process holds it, whatever becomes of the registry."""
 
     line: str
     registry: str
 
 
 def open_memory(folder: Path) -> MemoryFile:
-    """The memory of all processes of this user that name `folder`.
+    """Return the memory of all processes of this user that name `folder`.
 
     Its registry is in `folder`; where that cannot be written, in /dev/shm. Raises OSError where both fail, MemoryUnavailable
     where the system has no memfd (other than Linux), ValueError where `folder` is a file.
@@ -73,7 +73,7 @@ def open_memory(folder: Path) -> MemoryFile:
 
 
 def open_shared(registry: Path) -> int:
-    """A descriptor of the memory file that `registry` lists, made anew where no process holds it.
+    """Return a descriptor of the memory file that `registry` lists, made anew where no process holds it.
 
     Raises OSError where a new one cannot be listed.
     """
@@ -138,18 +138,20 @@ def _list(lock: StoreLock, lines: list[str]) -> None:
 
 
 def handed(descriptor: int, lock: StoreLock) -> Handed:
-    """For `open_handed` in another process."""
+    """Return the `Handed` for `open_handed` in another process."""
     return Handed(line_of(descriptor), f"/proc/{os.getpid()}/fd/{lock.descriptor}")
 
 
 def open_handed(known: Handed) -> MemoryFile | None:
-    """The memory of a process that has it `handed` to this one; None where that process is gone. Nothing is waited for."""
+    """Return the memory of a process that has it `handed` to this one; None where that process is gone. Nothing is waited
+    for.
+    """
     descriptor = _open_held(known.line)
     return None if descriptor is None else MemoryFile(descriptor, Path(known.registry))
 
 
 def line_of(descriptor: int) -> str:
-    """How a registry lists this process as a holder of the memory."""
+    """Return how a registry lists this process as a holder of the memory."""
     return f"{os.getpid()} {descriptor} {_name(f'/proc/self/fd/{descriptor}')}"
 
 
@@ -177,7 +179,7 @@ def _open_held(line: str) -> int | None:
 
 
 def available_bytes() -> int:
-    """Memory that may still be taken: of the machine, and of this process's control group."""
+    """Return the memory that may still be taken: of the machine, and of this process's control group."""
     memory = psutil.virtual_memory()
     available = int(memory.available - RESERVE * memory.total)
     try:

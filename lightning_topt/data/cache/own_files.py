@@ -16,7 +16,7 @@ class NotOwn(PermissionError):
 
 
 def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """A descriptor of this user's file at `path`, by default made where there is none, for this user alone.
+    """Return a descriptor of this user's file at `path`, by default made where there is none, for this user alone.
 
     Raises NotOwn for a link, a file with a second name, one that is no plain file, belongs to somebody else (but root) or that
     others may write; OSError where it cannot be opened.
@@ -43,7 +43,7 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
 
 
 def made(folder: Path) -> Path:
-    """The folder, which is there now: this user's, and others may not write in it nor put another one in its place.
+    """Return the folder, which is there now: this user's, and others may not write in it nor put another one in its place.
 
     Raises ValueError where a file has its place, NotOwn where it is not this user's alone, OSError where it cannot be made.
     """
@@ -66,12 +66,12 @@ def made(folder: Path) -> Path:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a path is the link by which the system names a file that some process holds open."""
+    """Return whether a path is the link by which the system names a file that some process holds open."""
     return _HELD in path.parents
 
 
 def is_own(descriptor: int) -> bool:
-    """Whether an open file belongs to this user, or root."""
+    """Return whether an open file belongs to this user, or root."""
     return os.fstat(descriptor).st_uid in (0, os.geteuid())
 
 

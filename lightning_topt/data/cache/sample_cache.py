@@ -46,10 +46,10 @@ class Peers(Protocol):
     """The other nodes' part of a partitioned cache."""
 
     def is_own(self, item: int) -> bool:
-        """Whether this node stores the item."""
+        """Return whether this node stores the item."""
 
     def fetch(self, items: Sequence[int]) -> list[Any]:
-        """Entries of other nodes' items; None where the owner has none or does not answer in time."""
+        """Return the entries of other nodes' items; None where the owner has none or does not answer in time."""
 
     def push(self, item: int, parts: Parts) -> None:
         """Give an entry to its owner, in the background."""
@@ -63,7 +63,8 @@ class Peers(Protocol):
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """Of this job, all its worker processes together: where samples came from; what the tiers hold, in entries and bytes.
+    """Statistics say of this job, all its worker processes together, where samples came from, and what the tiers hold, in
+    entries and bytes.
 
     `damaged` entries were found out by their checksum, dropped and read again; `stored` ones were written by this job.
     """
@@ -172,11 +173,11 @@ class SampleCache:
         self._open_tiers()
 
     def get(self, item: int) -> Any:
-        """A verified, writable buffer with the entry of `item`; None: a miss, to be read from the source and `put`."""
+        """Return a verified, writable buffer with the entry of `item`; None: a miss, to be read from the source and `put`."""
         return self.get_many([item])[0]
 
     def get_many(self, items: Sequence[int]) -> list[Any]:
-        """The same for several items; those of other nodes come in one exchange with each."""
+        """Return the same for several items; those of other nodes come in one exchange with each."""
         entries = [self.get_local(item) for item in items]
         peers = self.peers
         if peers is not None:
@@ -189,7 +190,7 @@ class SampleCache:
         return entries
 
     def get_local(self, item: int) -> Any:
-        """The same from this node's memory or disk only, and a miss is not counted."""
+        """Return the same from this node's memory or disk only, and a miss is not counted."""
         for tier in self.tiers:
             entry = self._checked(tier, tier.read(item))
             if entry is None:
@@ -204,7 +205,9 @@ class SampleCache:
         return None
 
     def peek(self, item: int) -> bytes | None:
-        """The header of an entry in this node's memory, not verified and not counted as a hit; None where there is none."""
+        """Return the header of an entry in this node's memory, neither verified nor counted as a hit; None where there is
+        none.
+        """
         start = None if self.memory is None else self.memory.head(item, HEAD_BYTES)
         try:
             return None if start is None else header_of(start)
@@ -231,7 +234,7 @@ class SampleCache:
         self.put_many({item: parts})
 
     def put_many(self, entries: Mapping[int, Parts]) -> None:
-        """The same for several items, which costs less than one by one."""
+        """Do the same for several items, which costs less than one by one."""
         entries = self._without_pushed(entries)
         sizes = {item: size_of(parts) for item, parts in entries.items()}
         wanted = [[item for item in entries if tier.may_take(item, sizes[item])] for tier in self.tiers]
@@ -283,15 +286,15 @@ class SampleCache:
             self._counters[os.getpid() % _ROWS, what] += int(number)
 
     def num_misses(self) -> int:
-        """Of this job, all its worker processes together, since the last reset."""
+        """Return the misses of this job, all its worker processes together, since the last reset."""
         return int(self._counters[:, MISSES].sum())
 
     def count_memory_hits(self, number: int) -> None:
-        """Of entries that were read through `mapped`."""
+        """Count the hits of entries that were read through `mapped`."""
         self._count(MEMORY_HITS, number)
 
     def statistics(self, *, reset: bool = False) -> CacheStatistics:
-        """Counts since the last reset."""
+        """Return the counts since the last reset."""
         counts: dict[str, int] = dict(zip(COUNTERS, self._counts.sum(dim=0).tolist(), strict=True))
         if reset:
             self._counts.zero_()

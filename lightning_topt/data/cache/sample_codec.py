@@ -58,7 +58,7 @@ _PADDING = bytes(ALIGNMENT)
 
 
 def encode(sample: Any) -> Parts:
-    """The entry of `sample`, as buffers to be written one after the other; those of tensors and arrays are not copied.
+    """Return the entry of `sample`, as buffers to be written one after the other; those of tensors and arrays are not copied.
 
     A sample is a tensor, NumPy array or scalar, PIL image, str, bytes, int, float, complex, bool or None, or a list, tuple,
     dict (keys str or int), NamedTuple or dataclass of samples. Types are exact, for what is decoded has the same ones, but
@@ -80,12 +80,12 @@ def encode(sample: Any) -> Parts:
 
 
 def joined(parts: Parts) -> Any:
-    """An entry in one piece, writable."""
+    """Return an entry in one piece, writable."""
     return parts[0] if len(parts) == 1 else bytearray(b"".join(map(memoryview, parts)))
 
 
 def leaves_of(parts: Parts, known: Layout) -> list[Any]:
-    """The leaves of an entry with this layout: in one piece, or as `encode` gives it."""
+    """Return the leaves of an entry with this layout: in one piece, or as `encode` gives it."""
     if len(parts) == 1:
         view = memoryview(parts[0]).cast("B")
         return [view[leaf.start : leaf.start + leaf.nbytes] for leaf in known.leaves]
@@ -98,12 +98,12 @@ def leaves_of(parts: Parts, known: Layout) -> list[Any]:
 
 
 def size_of(parts: Sequence[Any]) -> int:
-    """Bytes of an entry."""
+    """Return the bytes of an entry."""
     return sum(len(part) for part in parts)
 
 
 def header_of(entry: Any) -> bytes:
-    """The header's bytes of an entry (any buffer). Raises ValueError where there is none."""
+    """Return the header's bytes of an entry (any buffer). Raises ValueError where there is none."""
     view = memoryview(entry).cast("B")
     if len(view) >= PREFIX.size:
         (size,) = PREFIX.unpack_from(view)
@@ -113,12 +113,12 @@ def header_of(entry: Any) -> bytes:
 
 
 def layout(entry: Any) -> Layout:
-    """Where everything is in `entry` (any buffer)."""
+    """Return where everything is in `entry` (any buffer)."""
     return layout_of(header_of(entry))
 
 
 def decode(entry: Any) -> Any:
-    """The sample of `entry`, a writable buffer; tensors and arrays are views of it.
+    """Return the sample of `entry`, a writable buffer; tensors and arrays are views of it.
 
     Raises UnsupportedSample for a NamedTuple or dataclass that is not registered or has other fields here, and for an entry
     of another version; ValueError for bytes that are no entry.
@@ -132,7 +132,7 @@ def decode(entry: Any) -> Any:
 
 
 def changed_by_storing(sample: Any) -> str | None:
-    """The innermost type in `sample` that is not encoded alike once it has been decoded; None where everything is."""
+    """Return the innermost type in `sample` that is not encoded alike once it has been decoded; None where everything is."""
     entry = b"".join(map(bytes, encode(sample)))
     if b"".join(map(bytes, encode(decode(bytearray(entry))))) == entry:
         return None

@@ -14,25 +14,25 @@ Palette = tuple[str, bytes]  # mode, and the colours in it
 
 
 def is_image(value: Any) -> bool:
-    """Whether it is one of PIL's own: a class that derives from theirs may hold more."""
+    """Return whether it is one of PIL's own: a class that derives from theirs may hold more."""
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(value, module.Image) and type(value).__module__.startswith("PIL.")
 
 
 def pixels_of(image: Any) -> bytes:
-    """All pixels, read where the image has not been read yet."""
+    """Return all pixels, read where the image has not been read yet."""
     return image.tobytes()  # type: ignore[no-any-return]
 
 
 def palette_of(image: Any) -> Palette | None:
-    """The palette of an image that has been read, in its own mode; None where it has none."""
+    """Return the palette of an image that has been read, in its own mode; None where it has none."""
     if image.mode not in ("P", "PA"):
         return None
     return image.im.getpalettemode(), bytes(image.getpalette(None))
 
 
 def image_of(mode: str, size: tuple[int, int], pixels: bytes, palette: Palette | None, info: dict[Any, Any]) -> Any:
-    """A plain PIL image. Raises UnsupportedSample where PIL is missing."""
+    """Return a plain PIL image. Raises UnsupportedSample where PIL is missing."""
     image = _pil_image().frombytes(mode, size, pixels)
     if palette is not None:
         image.putpalette(palette[1], palette[0])

@@ -1,4 +1,4 @@
-"""What the header of an entry says: how a sample is nested, and of every leaf its dtype, shape and place.
+"""The header of an entry says how a sample is nested, and of every leaf its dtype, shape and place.
 
 A header is the JSON of ``[FORMAT, spec]``. A *spec* describes one value, ``[kind, ...]``:
 
@@ -45,7 +45,7 @@ class UnsupportedSample(TypeError):
 
 
 class Leaf(NamedTuple):
-    """Where one leaf lies in its entry (bytes), and what it is: its `Spec`."""
+    """A `Leaf` says where one leaf lies in its entry (bytes), and what it is: its `Spec`."""
 
     start: int
     nbytes: int
@@ -54,7 +54,7 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a header says. Entries with equal `header` bytes have their leaves at equal places."""
+    """A `Layout` is what a header says. Entries with equal `header` bytes have their leaves at equal places."""
 
     header: bytes
     spec: Spec
@@ -84,13 +84,13 @@ _layouts = _Layouts()
 
 
 def header_text(spec: Spec) -> bytes:
-    """The header of an entry whose sample has this spec, without padding."""
+    """Return the header of an entry whose sample has this spec, without padding."""
     # Without surrogatepass, and with JSON's escapes, two halves of a pair would come back as one character.
     return _to_json([FORMAT, spec]).encode("utf-8", "surrogatepass")
 
 
 def layout_of(header: bytes) -> Layout:
-    """Where everything is in an entry with this header.
+    """Return where everything is in an entry with this header.
 
     Raises ValueError for bytes that are no header, UnsupportedSample for the header of another version.
     """
@@ -118,7 +118,7 @@ def _place(spec: Spec, leaves: list[Leaf], start: int) -> int:
 
 
 def children(spec: Spec) -> Sequence[Spec]:
-    """The specs inside a container's or an image's."""
+    """Return the specs inside a container's or an image's."""
     kind = spec[0]
     if kind in ("list", "tuple"):
         return spec[1]  # type: ignore[no-any-return]
@@ -132,7 +132,7 @@ def children(spec: Spec) -> Sequence[Spec]:
 
 
 def leaf_bytes(spec: Spec) -> int | None:
-    """Bytes of the leaf that `spec` describes, None where it describes none."""
+    """Return the bytes of the leaf that `spec` describes, None where it describes none."""
     kind = spec[0]
     if kind in FIXED:
         return FIXED[kind].size

@@ -12,7 +12,7 @@ _record_types: dict[str, type] = {}
 
 
 def type_name(kind: type) -> str:
-    """Module and qualified name."""
+    """Return the module and qualified name."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -29,19 +29,19 @@ def register_sample_type(record: type) -> None:
 
 
 def named_type(name: str) -> type | None:
-    """The registered NamedTuple or dataclass of that name (module and qualified name)."""
+    """Return the registered NamedTuple or dataclass of that name (module and qualified name)."""
     return _record_types.get(name)
 
 
 @lru_cache(maxsize=1024)
 def is_named(kind: type) -> bool:
-    """Whether it is a NamedTuple."""
+    """Return whether it is a NamedTuple."""
     return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 @lru_cache(maxsize=1024)
 def is_record(kind: type) -> bool:
-    """Whether it is a dataclass whose instances hold attributes and nothing else."""
+    """Return whether it is a dataclass whose instances hold attributes and nothing else."""
     if not hasattr(kind, "__dataclass_fields__") or issubclass(kind, enum.Enum):
         return False
     try:
@@ -52,12 +52,12 @@ def is_record(kind: type) -> bool:
 
 
 def fields_of(kind: type) -> list[str]:
-    """Names of the fields, which tell a class from an earlier one of the same name."""
+    """Return the names of the fields, which tell a class from an earlier one of the same name."""
     return list(kind._fields if is_named(kind) else kind.__dataclass_fields__)  # type: ignore[attr-defined]
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """What an instance holds in slots and beside them, whether it is a field or not."""
+    """Return what an instance holds in slots and beside them, whether it is a field or not."""
     kind: type = type(value)
     found = dict(getattr(value, "__dict__", ()))
     for name, slot in _slots(kind).items():
@@ -69,7 +69,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def record_of(kind: type, attributes: Iterable[tuple[str, Any]]) -> Any:
-    """An instance that holds these attributes."""
+    """Return an instance that holds these attributes."""
     value: Any = object.__new__(kind)
     slots = _slots(kind)
     for name, item in attributes:

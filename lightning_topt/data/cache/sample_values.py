@@ -46,7 +46,7 @@ _PLAIN = {
 
 
 def describe(value: Any, leaves: Parts) -> Spec:
-    """The spec of `value`, whose leaves are appended. Raises UnsupportedSample."""
+    """Return the spec of `value`, whose leaves are appended. Raises UnsupportedSample."""
     kind: type = type(value)
     if known := _DESCRIBE.get(kind):
         return known(value, leaves)
@@ -74,7 +74,7 @@ def _refusal(value: Any) -> str:
 
 
 def inside(value: Any) -> Iterable[Any]:
-    """The values inside a container that can be described."""
+    """Return the values inside a container that can be described."""
     kind: type = type(value)
     if kind in (list, tuple) or is_named(kind):
         return value  # type: ignore[no-any-return]
@@ -202,7 +202,9 @@ _DESCRIBE: dict[type, Callable[[Any, Parts], Spec]] = {
 
 
 def build(spec: Spec, take: Take) -> Any:
-    """The value that `spec` describes, tensors and arrays as views of the leaves. Raises ValueError, UnsupportedSample."""
+    """Return the value that `spec` describes, tensors and arrays as views of the leaves. Raises ValueError,
+    UnsupportedSample.
+    """
     make = _BUILD.get(spec[0])
     if make is None:
         raise ValueError(f"a sample's header names the kind {spec[0]!r}, which this version does not know")

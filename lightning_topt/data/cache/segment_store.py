@@ -26,7 +26,7 @@ _MOST_BUFFERS = 512  # of one system call; Linux takes 1024
 
 
 class Location(NamedTuple):
-    """Where an entry lies: an open file's descriptor, first byte, bytes, and the checksum it must have."""
+    """A `Location` says where an entry lies: an open file's descriptor, first byte, bytes, and the checksum it must have."""
 
     descriptor: int
     offset: int
@@ -35,7 +35,7 @@ class Location(NamedTuple):
 
 
 def checksum(parts: Sequence[Any], *, item: int) -> int:
-    """64 bits (XXH3) over all buffers in turn and the number of the item they belong to."""
+    """Return 64 bits (XXH3) over all buffers in turn and the number of the item they belong to."""
     if len(parts) == 1:
         return xxhash.xxh3_64_intdigest(parts[0], seed=item)
     digest = xxhash.xxh3_64(seed=item)
@@ -60,7 +60,7 @@ class SegmentStore:
         self._refused_bytes: float = inf  # entries from this size on have no room: nothing is ever evicted
 
     def read(self, item: int) -> npt.NDArray[np.uint8] | None:
-        """A verified copy of the entry, writable; None where it is absent or damaged (then it is dropped)."""
+        """Return a verified copy of the entry, writable; None where it is absent or damaged (then it is dropped)."""
         where = self.locate(item)
         if where is None:
             return None
@@ -93,16 +93,16 @@ class SegmentStore:
         return False
 
     def is_verified(self, item: int) -> bool:
-        """Whether this process need not check the entry again."""
+        """Return whether this process need not check the entry again."""
         return self._verified is not None and bool(self._verified[item])
 
     def set_verified(self, item: int) -> None:
-        """The entry is whole, as this process has just seen."""
+        """Note that the entry is whole, as this process has just seen."""
         if self._verified is not None:
             self._verified[item] = True
 
     def head(self, item: int, nbytes: int) -> bytes | None:
-        """The first `nbytes` of an entry, or all of it; not verified. None where it is absent."""
+        """Return the first `nbytes` of an entry, or all of it; not verified. None where it is absent."""
         where = self.locate(item)
         try:
             return None if where is None else os.pread(where.descriptor, min(nbytes, where.nbytes), where.offset)
@@ -110,7 +110,7 @@ class SegmentStore:
             return None
 
     def locate(self, item: int) -> Location | None:
-        """Where the entry is; None where it is absent. Not verified."""
+        """Return where the entry is; None where it is absent. Not verified."""
         state, offset, nbytes, digest = self._record(item)
         return Location(self.file.descriptor, offset, nbytes, digest) if state == STORED else None
 
@@ -121,7 +121,7 @@ class SegmentStore:
         return int((self.states() == STORED).sum())
 
     def states(self) -> npt.NDArray[np.uint64]:
-        """Of all items, or of the first ones where the file was cut off; not verified."""
+        """Return the states of all items, or of the first ones where the file was cut off; not verified."""
         try:
             return self.file.records()[:, 1] >> np.uint64(56)
         except OSError as error:
@@ -167,7 +167,7 @@ class SegmentStore:
         return self.write_many([item], [parts], [checksum(parts, item=item)])[0]
 
     def write_many(self, items: Sequence[int], entries: Sequence[Sequence[Any]], digests: Sequence[int]) -> list[bool]:
-        """The same for several different items, whose places are claimed at once; `digests`: the entries' checksums."""
+        """Do the same for several different items, whose places are claimed at once; `digests`: the entries' checksums."""
         places = self.claim(items, [sum(map(len, parts)) for parts in entries])
         stored: list[bool] = []
         failed = False
@@ -196,7 +196,7 @@ class SegmentStore:
         return True
 
     def may_take(self, item: int, nbytes: int) -> bool:
-        """Whether `write` is worth trying: False where an entry of so many bytes has found no room, or in a pause."""
+        """Return whether `write` is worth trying: False where an entry of so many bytes has found no room, or in a pause."""
         return not self.file.is_paused and (nbytes < self._refused_bytes or self._record(item)[0] != EMPTY)
 
     def claim(self, items: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
@@ -271,14 +271,14 @@ _warned: dict[str, object] = {}
 
 
 def warn_once(message: str, *, stacklevel: int) -> None:
-    """A warning that this process has not given yet."""
+    """Give a warning that this process has not given yet."""
     first = object()
     if _warned.setdefault(message, first) is first:
         warnings.warn(message, stacklevel=stacklevel)
 
 
 def described(store: SegmentStore) -> dict[str, Any]:
-    """What another process, which inherits the open file, needs for `open_store`; plain data."""
+    """Return what another process, which inherits the open file, needs for `open_store`; plain data."""
     return {
         "descriptor": store.file.descriptor,
         "num_items": store.num_items,
@@ -290,7 +290,7 @@ def described(store: SegmentStore) -> dict[str, Any]:
 
 
 def open_store(known: dict[str, Any]) -> SegmentStore:
-    """A store that another process has `described`, and whose file is open here under the same descriptor."""
+    """Return a store that another process has `described`, and whose file is open here under the same descriptor."""
     file = StoreFile(
         known["descriptor"],
         num_items=known["num_items"],

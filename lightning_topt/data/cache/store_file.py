@@ -38,7 +38,7 @@ _HEADER = struct.Struct("<8sQQQQ")  # magic, number of items, tail, reserved, ch
 
 
 class Space(NamedTuple):
-    """Where data ends (`tail`) and up to where there is room (`reserved`), in bytes of the file."""
+    """A `Space` says where data ends (`tail`) and up to where there is room (`reserved`), in bytes of the file."""
 
     tail: int
     reserved: int
@@ -99,7 +99,7 @@ _opening = threading.RLock()  # a lock may be collected while another one is ope
 
 
 def lock_at(path: Path) -> StoreLock:
-    """The lock file at `path`, made where there is none; the same one for all who find the same file.
+    """Return the lock file at `path`, made where there is none; the same one for all who find the same file.
 
     Raises `NotOwn` where it is not this user's, OSError where it cannot be made.
     """
@@ -118,7 +118,9 @@ def lock_at(path: Path) -> StoreLock:
 
 
 def _close(descriptor: int) -> None:
-    """Of a lock that is gone. Closing any descriptor of a file ends a process's locks on it, also those of the next one."""
+    """Close the descriptor of a lock that is gone. Closing any descriptor of a file ends a process's locks on it, also those of
+    the next one.
+    """
     with _opening:
         next_one = _locks.get(_identity(os.fstat(descriptor)))
         if next_one is None:
@@ -132,7 +134,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def forget_locks() -> None:
-    """In a new process: its parent's threads are not here to release theirs."""
+    """Forget the locks in a new process: its parent's threads are not here to release theirs."""
     global _opening
     _opening = threading.RLock()
     for lock in list(_locks.values()):
@@ -206,7 +208,7 @@ class StoreFile:
         return raw != MAGIC + self.num_items.to_bytes(8, "little")
 
     def space(self) -> Space:
-        """What is in the header; where that is damaged, data ends with the last place that a record names."""
+        """Return what is in the header; where that is damaged, data ends with the last place that a record names."""
         known = self._read_header()
         if known is None:
             records, size = self.records(), os.fstat(self.descriptor).st_size
@@ -216,7 +218,7 @@ class StoreFile:
         return known
 
     def records(self) -> npt.NDArray[np.uint64]:
-        """All records (items, 4), as `RECORD` has them; not verified."""
+        """Return all records (items, 4), as `RECORD` has them; not verified."""
         raw = os.pread(self.descriptor, RECORD.size * self.num_items, PAGE)
         return np.frombuffer(raw[: len(raw) // RECORD.size * RECORD.size], np.dtype("<u8")).reshape(-1, 4)
 
@@ -226,7 +228,7 @@ class StoreFile:
         os.pwrite(self.descriptor, raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little"), 0)
 
     def allocate(self, sizes: Sequence[int], *, capacity_bytes: int) -> list[int | None]:
-        """Under the lock: where so many more bytes may be written; None: no room within `capacity_bytes` of data.
+        """Return, under the lock, where so many more bytes may be written; None: no room within `capacity_bytes` of data.
 
         Answers for the first sizes only where the file system or the memory has no room for the next one. Raises OSError or
         MemoryError where it has none for the first.

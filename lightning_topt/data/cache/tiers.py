@@ -28,7 +28,7 @@ MEMORY, DISK = "memory cache", "disk cache"
 
 
 class Room(NamedTuple):
-    """What a cache is to be opened with: entries of `num_items` items, and bytes of them per tier; 0: no such tier."""
+    """A `Room` is what a cache is opened with: entries of `num_items` items, and bytes of them per tier; 0: no such tier."""
 
     num_items: int
     memory_bytes: int
@@ -50,7 +50,8 @@ class Tiers(NamedTuple):
 
 
 def open_tiers(folder: Path, room: Room, *, left_out: tuple[str, ...] = (), known: Handed | None = None) -> Tiers:
-    """The tiers in `folder`, which is made. `left_out` are not tried; `known` is the memory of the process this one is from.
+    """Return the tiers in `folder`, which is made. `left_out` are not tried; `known` is the memory of the process this one is
+    from.
 
     Raises ValueError where `folder` is a file, MemoryUnavailable where the system has no memory of the kind.
     """
@@ -80,7 +81,7 @@ def open_tiers(folder: Path, room: Room, *, left_out: tuple[str, ...] = (), know
 
 
 def hand_over(memory: SegmentStore) -> Handed:
-    """What a process that this one starts needs to open the same memory."""
+    """Return what a process that this one starts needs to open the same memory."""
     return handed(memory.file.descriptor, memory.file.lock)
 
 

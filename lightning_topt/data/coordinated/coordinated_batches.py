@@ -14,7 +14,7 @@ SAMPLERS_INSIDE = 8  # of samplers around samplers
 
 
 class SeededBatches:
-    """``batches(epoch)``: what `batch_sampler` gives when nothing but `seed` and `epoch` decides.
+    """``batches(epoch)`` is what `batch_sampler` gives when nothing but `seed` and `epoch` decides.
 
     Torch's, NumPy's and Python's global generators are seeded while it draws (and restored), as are the generators that it and
     the samplers inside it hold; ``set_epoch`` is called where they have it.
@@ -43,7 +43,7 @@ class SeededBatches:
 
 @contextmanager
 def restored_generators() -> Iterator[None]:
-    """What is drawn inside leaves the global generators (of the CPU) as they were."""
+    """Leave the global generators (of the CPU) as they were, whatever is drawn inside."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield

@@ -29,7 +29,7 @@ Batches = Callable[[int], Sequence[Sequence[Any]]]
 
 
 class Preparation:
-    """How batch `batch` of epoch `epoch` comes to be: the same bits in every process.
+    """A `Preparation` says how batch `batch` of epoch `epoch` comes to be: the same bits in every process.
 
     `batches(epoch)` lists the indices of each batch. Random augmentation draws from Python's, NumPy's and torch's global
     generators, which are seeded from (seed, epoch, batch): call it in a process of its own.
@@ -40,7 +40,7 @@ class Preparation:
         self._lists: dict[int, tuple[Sequence[Sequence[Any]], str]] = {}
 
     def epoch(self, epoch: int) -> tuple[Sequence[Sequence[Any]], str]:
-        """The index lists of an epoch, and a digest of them."""
+        """Return the index lists of an epoch, and a digest of them."""
         if epoch not in self._lists:
             lists = self.batches(epoch)
             if len(self._lists) >= EPOCHS_KEPT:
@@ -49,7 +49,7 @@ class Preparation:
         return self._lists[epoch]
 
     def prepare(self, epoch: int, batch: int) -> Any:
-        """The batch."""
+        """Return the batch."""
         indices = self.epoch(epoch)[0][batch]
         state = np.random.SeedSequence([self.seed, epoch, batch]).generate_state(4)
         random.seed(int(state[0]))
@@ -71,7 +71,7 @@ class EpochAlone(torch.utils.data.Dataset[Any]):
 
 
 class Place(NamedTuple):
-    """Of a worker: which of how many, where it reports, and the process that it belongs to."""
+    """The place of a worker says which of how many it is, where it reports, and the process that it belongs to."""
 
     number: int
     workers: int
@@ -110,7 +110,7 @@ class Workers:
             self._processes.append(process)
 
     def waitables(self) -> list[Any]:
-        """What becomes ready when a worker failed or died, for `multiprocessing.connection.wait`."""
+        """Return what becomes ready when a worker failed or died, for `multiprocessing.connection.wait`."""
         return [*self._pipes, *(process.sentinel for process in self._processes if process.exitcode is None)]
 
     def check(self) -> None:
@@ -130,7 +130,7 @@ class Workers:
                 )
 
     def are_alive(self) -> bool:
-        """Whether any is."""
+        """Return whether any is alive."""
         return any(process.is_alive() for process in self._processes)
 
     def close(self, *, at_once: bool = False) -> None:

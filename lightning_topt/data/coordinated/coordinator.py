@@ -65,7 +65,7 @@ class Peer:
 
     @property
     def number(self) -> int:
-        """Of a worker in the ledger."""
+        """The number of a worker in the ledger."""
         return id(self)
 
 
@@ -241,7 +241,7 @@ class Coordinator:
             peer.connection.close()
 
     def _leave(self, peer: Peer) -> None:
-        """What it claimed is free, what it needed is not needed; a job takes its workers with it."""
+        """Let go of what it claimed and of what it needed; a job takes its workers with it."""
         if self.ledger is None:
             return
         if peer.role == "worker":

@@ -1,4 +1,4 @@
-"""How jobs, their workers and the coordinator talk: JSON messages over a Unix socket, a prepared batch as an open file.
+"""Jobs, their workers and the coordinator talk in JSON messages over a Unix socket, with a prepared batch as an open file.
 
 The socket's name is in Linux' abstract namespace: it is gone with its process, and nothing is left in the file system. The
 kernel tells whose process is at the other end; only those of the same user are heard. Only the standard library is needed.
@@ -39,12 +39,12 @@ class CoordinatorLost(ConnectionError):
 
 
 def is_supported() -> bool:
-    """Whether this system has what batches travel in: abstract sockets and sealed memory files (Linux)."""
+    """Return whether this system has what batches travel in: abstract sockets and sealed memory files (Linux)."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 def address_of(directory: str | os.PathLike[str], *, group: str = "") -> str:
-    """The name of the socket where jobs of this user that name the same directory and group meet."""
+    """Return the name of the socket where jobs of this user that name the same directory and group meet."""
     meeting = f"{os.getuid()}\0{os.path.realpath(directory)}\0{group}"
     return "\0lightning-topt-" + hashlib.sha256(meeting.encode()).hexdigest()[:32]
 
@@ -61,7 +61,7 @@ class Connection:
             raise CoordinatorLost("another user's process listens where this user's jobs meet")
 
     def fileno(self) -> int:
-        """For select."""
+        """Return the descriptor, for select."""
         return self.socket.fileno()
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class Connection:
             raise CoordinatorLost(f"the connection is broken: {error}") from error
 
     def receive(self, *, timeout_seconds: float) -> tuple[Message, int | None] | None:
-        """One message and the open file that came with it, None when nothing came in time."""
+        """Return one message and the open file that came with it, None when nothing came in time."""
         if not select_readable(self, timeout_seconds):
             return None
         try:
@@ -108,14 +108,14 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 def select_readable(connection: Connection, timeout_seconds: float) -> bool:
-    """Whether something can be read within that time; poll, because select knows only 1,024 files."""
+    """Return whether something can be read within that time; poll, because select knows only 1,024 files."""
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLIN)
     return bool(poll.poll(max(0.0, timeout_seconds) * 1000))
 
 
 def join(address: str, hello: Message, *, timeout_seconds: float, may_start: bool) -> tuple[Connection, Message]:
-    """A connection to the coordinator, which is started where there is none, and its answer to `hello`.
+    """Return a connection to the coordinator, which is started where there is none, and its answer to `hello`.
 
     Raises CoordinatorLost when no coordinator answers in time.
     """
@@ -174,7 +174,7 @@ def _start(address: str, timeout_seconds: float) -> None:
 
 
 def _status(process: subprocess.Popen[bytes], timeout_seconds: float) -> int:
-    """Of the process that leaves the coordinator behind and ends."""
+    """Return the status of the process that leaves the coordinator behind and ends."""
     try:
         return process.wait(timeout=timeout_seconds)
     finally:
@@ -184,7 +184,7 @@ def _status(process: subprocess.Popen[bytes], timeout_seconds: float) -> int:
 
 
 def memory_file(parts: Sequence[Any]) -> int:
-    """A descriptor of an anonymous file with these buffers; nobody can change it any more."""
+    """Return a descriptor of an anonymous file with these buffers; nobody can change it any more."""
     descriptor = os.memfd_create("lightning-topt-batch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", buffering=0, closefd=False) as file:

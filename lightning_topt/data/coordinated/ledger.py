@@ -1,4 +1,5 @@
-"""Who prepares which batch, who still needs it, and what is kept: the rules of coordinated preparation, without any I/O.
+"""The ledger says who prepares which batch, who still needs it, and what is kept: the rules of coordinated preparation, without
+any I/O.
 
 CoorDL (arXiv 2007.06775, section 4.3) has J jobs prepare 1/J of the batches each, and every batch used once by each job. Here
 shares are not fixed: whoever is idle takes the next batch that some job will need soonest, so that slow, late and dead jobs
@@ -35,7 +36,7 @@ class Job:
 
 @dataclass
 class Claim:
-    """What a worker prepares, and since when (seconds)."""
+    """A `Claim` says what a worker prepares, and since when (seconds)."""
 
     position: Position
     since: float
@@ -63,45 +64,45 @@ class Ledger:
 
     @property
     def memory_bytes(self) -> int:
-        """What may be kept: what all connected jobs agreed to."""
+        """The bytes that may be kept: what all connected jobs agreed to."""
         return min((job.memory_bytes for job in self.jobs.values()), default=0)
 
     def add_job(self, name: str, *, memory_bytes: int) -> None:
-        """A job has come."""
+        """Note that a job has come."""
         assert name not in self.jobs
         self.jobs[name] = Job(memory_bytes)
 
     def start(self, name: str, position: Position, *, end: int) -> None:
-        """The job needs the batches from `position` to `end` of that epoch next, in this order."""
+        """Note that the job needs the batches from `position` to `end` of that epoch next, in this order."""
         job = self.jobs[name]
         job.cursor, job.end, job.is_waiting = position, end, False
         self._suspects.update(self.held)
 
     def request(self, name: str) -> None:
-        """The job waits for the batch at its cursor."""
+        """Note that the job waits for the batch at its cursor."""
         self.jobs[name].is_waiting = True
 
     def remove_job(self, name: str) -> None:
-        """A job is gone; its workers are removed by `remove_worker`."""
+        """Note that a job is gone; its workers are removed by `remove_worker`."""
         del self.jobs[name]
         self._suspects.update(self.held)
         self._failed = {entry for entry in self._failed if entry[0] != name}
 
     def add_idle(self, worker: int, job: str) -> None:
-        """A worker of `job` has nothing to do."""
+        """Note that a worker of `job` has nothing to do."""
         self.workers[worker] = job
         self.claims.pop(worker, None)
         self._idle.append(worker)
 
     def remove_worker(self, worker: int) -> None:
-        """A worker is gone: its claim is free again."""
+        """Note that a worker is gone: its claim is free again."""
         self.workers.pop(worker, None)
         self.claims.pop(worker, None)
         if worker in self._idle:
             self._idle.remove(worker)
 
     def prepared(self, worker: int, position: Position, *, nbytes: int, now: float) -> bool:
-        """The worker finished a batch; whether anybody needs it. Call `deliveries` and then `drop_excess`."""
+        """Note that the worker finished a batch; return whether anybody needs it. Call `deliveries` and then `drop_excess`."""
         self.jobs[self.workers[worker]].prepared += 1
         self._largest = max(self._largest, nbytes)
         if worker in self.claims:
@@ -113,11 +114,11 @@ class Ledger:
         return True
 
     def failed(self, worker: int, position: Position) -> None:
-        """The worker could not prepare it: nobody of its job tries again."""
+        """Note that the worker could not prepare it: nobody of its job tries again."""
         self._failed.add((self.workers[worker], position))
 
     def deliveries(self) -> list[tuple[str, Position]]:
-        """What is given to whom now; each is counted as used by that job."""
+        """Return what is given to whom now; each is counted as used by that job."""
         given = []
         for name, job in self.jobs.items():
             if job.is_waiting and job.cursor in self.held:
@@ -146,7 +147,7 @@ class Ledger:
         return self.held_bytes > share * self.memory_bytes or len(self.held) > share * self.max_held
 
     def assignments(self, now: float) -> Iterator[tuple[int, Position]]:
-        """What each idle worker prepares next, those of the jobs that did least first."""
+        """Yield what each idle worker prepares next, those of the jobs that did least first."""
         for worker in sorted(self._idle, key=lambda worker: self.jobs[self.workers[worker]].prepared):
             position = self._choose(self.workers[worker], now)
             if position is not None:
@@ -155,7 +156,7 @@ class Ledger:
                 yield worker, position
 
     def next_deadline(self, now: float) -> float | None:
-        """When a claim that a job waits for may be taken over, in seconds of the same clock; None: nothing will be.
+        """Return when a claim that a job waits for may be taken over, in seconds of the same clock; None: nothing will be.
 
         One that is old already is taken over by the next worker that has nothing to do.
         """
@@ -168,7 +169,7 @@ class Ledger:
         return min((begun + patience for begun in since.values() if begun + patience > now), default=None)
 
     def rank(self, position: Position) -> Rank:
-        """How much it is worth to keep a batch: needed soon, by many jobs, and then the sooner the better.
+        """Return how much it is worth to keep a batch: needed soon, by many jobs, and then the sooner the better.
 
         Among equals the batch needed last goes: as in CoorDL's cache, replacing what is waiting by what is new would make a
         job that is far behind miss all of them instead of some.
@@ -195,7 +196,7 @@ class Ledger:
         return AHEAD_PER_WORKER * max(1, len(self.workers))
 
     def _window(self, job: Job) -> Iterator[Position]:
-        """What the job needs soon."""
+        """Yield what the job needs soon."""
         epoch, batch = job.cursor
         yield from ((epoch, number) for number in range(batch, min(batch + self._ahead(), job.end)))
 

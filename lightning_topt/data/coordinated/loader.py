@@ -112,23 +112,23 @@ class CoordinatedLoader:
         return len(self.preparation.epoch(self._now[0])[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration gives; by itself each follows the one before."""
+        """Set the epoch that the next iteration gives; by itself each follows the one before."""
         if epoch != self._next[0]:
             self._next = self._now = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands: the epoch, and how many batches of it were given out."""
+        """Return where it stands: the epoch, and how many batches of it were given out."""
         epoch, batch = self._now
         if batch >= len(self):
             epoch, batch = epoch + 1, 0
         return {"epoch": epoch, "batch": batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The next iteration goes on there."""
+        """Let the next iteration go on there."""
         self._next = self._now = state["epoch"], state["batch"]
 
     def statistics(self) -> CoordinationStatistics:
-        """Where the batches so far came from."""
+        """Return where the batches so far came from."""
         return self._statistics
 
     def close(self) -> None:

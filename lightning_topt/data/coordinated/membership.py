@@ -49,7 +49,7 @@ class Membership:
             raise
 
     def batches(self, epoch: int, start: int, end: int, *, digest: str) -> Iterator[tuple[Any, bool, int]]:
-        """Each batch from `start` to `end` (excluded), whether this job's own worker prepared it, and its bytes.
+        """Yield each batch from `start` to `end` (excluded), whether this job's own worker prepared it, and its bytes.
 
         Raises CoordinatorLost, CoordinationRefused, what the data set raised, and RuntimeError for a worker that died.
         """

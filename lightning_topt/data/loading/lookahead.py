@@ -1,4 +1,4 @@
-"""What a loader will read next, told to those who can fetch it beforehand."""
+"""Those who can fetch it beforehand are told what a loader will read next."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SAMPLERS = (
 
 
 def can_look_ahead(sampler: Any) -> bool:
-    """Whether drawing from `sampler` earlier gives the same; its subclasses, and Lightning's, may do anything."""
+    """Return whether drawing from `sampler` earlier gives the same; its subclasses, and Lightning's, may do anything."""
     return type(sampler) in _SAMPLERS
 
 
@@ -49,7 +49,7 @@ class Lookahead:
         self.dataset, self.batches = dataset, batches
 
     def over(self, chosen: Iterator[Any]) -> Iterator[Any]:
-        """The same batches of indices (or single indices), each one announced `batches` before it is given."""
+        """Yield the same batches of indices (or single indices), each one announced `batches` before it is given."""
         drawn: deque[Any] = deque()
         for cache in _caches(self.dataset):
             if isinstance(cache.peers, PrefetchingPeers):
@@ -62,7 +62,7 @@ class Lookahead:
         yield from drawn
 
     def finish(self) -> None:
-        """The last batch of the epoch has been read."""
+        """End the epoch, whose last batch has been read."""
         for cache in _caches(self.dataset):
             cache.flush()
 

@@ -26,7 +26,8 @@ _POSITION = "_topt_position"
 
 
 class ResumableLoader(DataLoader[Any]):
-    """`torch.utils.data.DataLoader` with ``state_dict`` and ``load_state_dict``, for map-style data sets and batches in order.
+    """A `ResumableLoader` is a `torch.utils.data.DataLoader` with ``state_dict`` and ``load_state_dict``, for map-style data
+    sets and batches in order.
 
     The state counts the batches that were handed out, not those that workers have prepared ahead. It can be loaded with
     ``weights_only``. `is_epoch_over` says, when the state is taken, that no more batches are wanted of this epoch although
@@ -64,7 +65,9 @@ class ResumableLoader(DataLoader[Any]):
         return _Batches(super().__iter__(), epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader is in its epoch: tensors and plain values. ``batches`` is 0 where it is at its beginning or end."""
+        """Return where this loader is in its epoch: tensors and plain values. ``batches`` is 0 where it is at its beginning or
+        end.
+        """
         position = self._position
         over = self.is_epoch_over is not None and self.is_epoch_over()
         return {"batches": 0} if over and position.to_resume is None else position.state_dict()
@@ -110,7 +113,7 @@ class _Position:
         return iter(self.sampler) if self.epoch is None else self.epoch.indices()
 
     def begin(self, lookahead: Lookahead | None) -> _Epoch:
-        """A new epoch, or the rest of the one that was loaded."""
+        """Begin a new epoch, or the rest of the one that was loaded."""
         self.epoch, self.to_resume = _Epoch(self, self.to_resume, lookahead), None
         return self.epoch
 
@@ -127,7 +130,7 @@ class _Position:
                 part.set_epoch(number)
 
     def remember(self) -> dict[str, Any]:
-        """What the order that is drawn next depends on."""
+        """Return what the order that is drawn next depends on."""
         return {
             "random": _random_states(),
             "generators": [generator.get_state() for generator in self.generators],
@@ -137,7 +140,7 @@ class _Position:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The same state again. The global random states are the caller's to put back."""
+        """Bring the same state back. The global random states are the caller's to put back."""
         _set_random_states(state["random"])
         for generator, value in zip(self.generators, state["generators"], strict=False):
             generator.set_state(value)
@@ -158,7 +161,7 @@ class _Epoch:
         self._drawn: deque[int] = deque()  # the check after each batch that is still on its way
 
     def indices(self) -> Iterator[Any]:
-        """The sampler's batches (or samples). What comes before the first one is not done until that is asked for."""
+        """Yield the sampler's batches (or samples). What comes before the first one is not done until that is asked for."""
         if self.resumed is None:
             self.origin = self.position.remember()
             iterator, check = iter(self.position.sampler), 0
@@ -189,7 +192,7 @@ class _Epoch:
         return iterator
 
     def handed_out(self) -> None:
-        """One more batch."""
+        """Count one more batch."""
         self.batches += 1
         self.check = self._drawn.popleft()
         if self.lookahead is not None and self.batches >= _length(self.position.sampler):
@@ -221,7 +224,7 @@ class _Batches(Iterator[Any]):
 
 
 def _check(chosen: Any, before: int) -> int:
-    """63 bits of a batch of indices and all before it."""
+    """Return 63 bits of a batch of indices and all before it."""
     try:
         data = array("q", chosen if isinstance(chosen, list | tuple) else [chosen]).tobytes()
     except (TypeError, OverflowError):  # other keys than numbers

@@ -32,7 +32,8 @@ _PATIENCE_SECONDS = 300.0  # for the first batch of a process
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a batch costs a process that does nothing else: means per batch of `trial_size` samples, in one thread.
+    """A `Preparation` says what a batch costs a process that does nothing else: means per batch of `trial_size` samples, in one
+    thread.
 
     ``spread`` is the standard deviation of a whole batch's seconds over their mean, ``batch_bytes`` the size of a whole batch.
     """
@@ -46,7 +47,8 @@ class Preparation:
 
 @dataclass(frozen=True)
 class TrialLoader:
-    """What the trials need of a loader. Its sampler, its generator and its owner stay where they are, untouched.
+    """A `TrialLoader` is what the trials need of a loader. Its sampler, its generator and its owner stay where they are,
+    untouched.
 
     `batch_size` is in samples, 1 where the data set makes the batches; `start_method` None: the system's.
     """
@@ -60,7 +62,9 @@ class TrialLoader:
 
     @staticmethod
     def of(loader: DataLoader[Any]) -> TrialLoader:
-        """A batch sampler without a ``batch_size`` is asked for its first batch; its generators are as before afterwards."""
+        """Return what the trials need of `loader`. A batch sampler without a ``batch_size`` is asked for its first batch; its
+        generators are as before afterwards.
+        """
         context = loader.multiprocessing_context
         return TrialLoader(
             dataset=loader.dataset,
@@ -72,7 +76,7 @@ class TrialLoader:
         )
 
     def over(self, chunks: Chunks, *, num_workers: int = 0) -> DataLoader[Any]:
-        """A loader of these batches, in their order, without end."""
+        """Return a loader of these batches, in their order, without end."""
         source: dict[str, Any] = {"batch_sampler": chunks}
         if not self.makes_batches:
             source = {"batch_size": None, "sampler": chunks.items}
@@ -115,7 +119,7 @@ class LoaderTrials:
         self._size = 1
 
     def prepare(self) -> Preparation:
-        """Batches in a process without workers. Raises what the data set raises; RuntimeError where its process ends."""
+        """Prepare batches in a process without workers. Raises what the data set raises; RuntimeError if its process ends."""
         result = run_apart(
             partial(prepare, self.loader, self._backwards, seconds=self.seconds),
             context=multiprocessing.get_context(self.loader.start_method),
@@ -128,7 +132,7 @@ class LoaderTrials:
         return result  # type: ignore[no-any-return]
 
     def run(self, num_workers: int) -> LoopTimes:
-        """A loop that takes batches of `trial_size` as fast as they come from workers, in its steady part."""
+        """Run a loop that takes batches of `trial_size` as fast as they come from workers, in its steady part."""
         loader = self.loader.over(Chunks(self._items, self._size), num_workers=num_workers)
         ahead = num_workers * (PREFETCH_FACTOR + 1)  # made while the loop waited for the workers to start
         watched = Watched(loader, self.seconds, skip=ahead, least=max(4, 2 * num_workers))
@@ -165,7 +169,7 @@ def prepare(loader: TrialLoader, items: Sequence[int], *, seconds: float) -> Pre
 
 
 def nbytes(batch: Any) -> float:
-    """Bytes of the tensors and arrays in a batch, and of its other leaves when pickled."""
+    """Return the bytes of the tensors and arrays in a batch, and of its other leaves when pickled."""
     if isinstance(batch, Mapping):
         return sum(map(nbytes, batch.values()))
     if isinstance(batch, list | tuple):

@@ -1,4 +1,4 @@
-"""How many workers a DataLoader needs, and how far ahead they should read: chosen by trials, not by a rule of thumb.
+"""Trials, not a rule of thumb, choose how many workers a DataLoader needs, and how far ahead they should read.
 
 A trial is taken for the truth and a model only for what there was no time to try. Disturbances by other work make a trial
 slower, never faster: one that shows no gain is repeated, and the faster one counts. The time of a training step is not known
@@ -39,7 +39,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class LoaderChoice:
-    """What was chosen for a loader, and why.
+    """A `LoaderChoice` says what was chosen for a loader, and why.
 
     `prefetch_factor` is None without workers; `pin_memory` None: as it was. `batch_seconds` has what was tried: seconds per
     batch of `trial_size` samples by number of workers, 0 for the training process itself; empty where nothing was measured.
@@ -99,7 +99,7 @@ def tune_loader(
 def _measure(
     loader: DataLoader[Any], num_workers: int | Auto, *, cores: int, memory_bytes: float, seconds: float
 ) -> tuple[Preparation, Found]:
-    """What a batch costs, and the number of workers, tried where it is not given."""
+    """Return what a batch costs, and the number of workers, tried where it is not given."""
     if num_workers != AUTO:
         prepared = LoaderTrials(loader, seconds=seconds).prepare()
         return prepared, Found(num_workers, f"{num_workers} workers, as given", {0: prepared.seconds})
@@ -117,7 +117,7 @@ def _measure(
 def find_num_workers(
     prepare_seconds: float, *, most: int, trial: Callable[[int], LoopTimes], is_time_left: Callable[[], bool]
 ) -> Found:
-    """The least number of workers within 5 % of the best that was tried, up to `most`.
+    """Return the least number of workers within 5 % of the best that was tried, up to `most`.
 
     0 where handing batches over costs as much as `prepare_seconds`, of preparing one in the training process. Numbers are tried
     by doubling until more bring nothing, then between the last two. For what there was no time to try it is supposed that more
@@ -148,7 +148,7 @@ def find_num_workers(
 
 
 def choose_prefetch_factor(prepared: Preparation, num_workers: int, *, memory_bytes: float) -> int:
-    """Batches ahead per worker, 2 to 8: the others go on while one takes 3 standard deviations longer than the mean.
+    """Return the batches ahead per worker, 2 to 8: the others go on while one takes 3 standard deviations longer than the mean.
 
     Less (at least 1) where all that may wait would be more than `memory_bytes`.
     """
@@ -158,13 +158,14 @@ def choose_prefetch_factor(prepared: Preparation, num_workers: int, *, memory_by
 
 
 def cores_per_rank(ranks_on_node: int) -> int:
-    """This process's share of the cores that it may run on, at least 1."""
+    """Return this process's share of the cores that it may run on, at least 1."""
     known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, known // ranks_on_node)
 
 
 def memory_for_waiting(sharers: int) -> float:
-    """Bytes for prepared batches of each of `sharers` loaders of a node: a tenth of the free memory, half of the shared one.
+    """Return the bytes for prepared batches of each of `sharers` loaders of a node: a tenth of the free memory, half of the
+    shared one.
 
     (Batches wait in shared memory, of which containers have little.)
     """
@@ -218,7 +219,7 @@ def _estimated(tried: dict[int, float], most: int, *, receive_seconds: float) ->
 
 
 def _ladder(most: int) -> Iterator[int]:
-    """1, 2, 4, ... and `most`."""
+    """Yield 1, 2, 4, ... and `most`."""
     count = 1
     while count < most:
         yield count

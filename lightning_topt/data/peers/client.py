@@ -24,8 +24,9 @@ EXIT_SECONDS = 3.0  # for pushes when a process ends; torch's DataLoader ends wo
 
 @dataclass
 class PeerCounts:
-    """Of one process since it began. Entries: `fetched`, `absent` (the owner had none), `damaged` (refused here), `unanswered`
-    (the owner is or was found down); `fetched_bytes`."""
+    """`PeerCounts` are those of one process since it began. Entries: `fetched`, `absent` (the owner had none), `damaged`
+    (refused here), `unanswered` (the owner is or was found down); `fetched_bytes`.
+    """
 
     fetched: int = 0
     fetched_bytes: int = 0
@@ -36,7 +37,8 @@ class PeerCounts:
 
 
 class Peers:
-    """What a `SampleCache` needs to know of the other nodes; picklable, and every process makes connections of its own.
+    """`Peers` are what a `SampleCache` needs to know of the other nodes; picklable, and every process makes connections of its
+    own.
 
     Args:
         addresses: of all nodes' `PeerServer` (host, port), in the order of the nodes; that of this node is not used. A node at
@@ -93,7 +95,7 @@ class Peers:
         self._begin()
 
     def is_own(self, item: int) -> bool:
-        """Whether this node stores `item`."""
+        """Return whether this node stores `item`."""
         return bool(self._owners[item] == self.node)
 
     def fetch(self, items: Sequence[int]) -> list[Entry | None]:

@@ -1,4 +1,4 @@
-"""Which node stores which item of a partitioned cache: a function of a shared seed, so that nobody has to be asked."""
+"""A function of a shared seed says which node stores which item of a partitioned cache, so that nobody has to be asked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MASK = (1 << 64) - 1
 
 
 def owners(num_items: int, *, num_nodes: int, seed: int) -> npt.NDArray[np.int32]:
-    """The node (0 .. `num_nodes` - 1) that owns each item, (num_items,). Raises ValueError where there are no nodes.
+    """Return the node (0 .. `num_nodes` - 1) that owns each item, (num_items,). Raises ValueError where there are no nodes.
 
     The numbers of items per node differ by one at most. The result depends on the arguments only, not on versions of numpy:
     items take their places in the order of a hash of seed and item (SplitMix64; Steele, Lea and Flood, OOPSLA 2014), and

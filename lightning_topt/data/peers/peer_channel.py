@@ -27,7 +27,7 @@ class PeerLost(PeerError):
 
 
 class ProtocolError(PeerError):
-    """What came is not what may come."""
+    """The message that came is not one that may come."""
 
 
 class FileBroken(PeerError):
@@ -54,7 +54,9 @@ class Channel:
         return self._socket.fileno()
 
     def is_stale(self) -> bool:
-        """Whether a connection on which nothing is expected has something to read: its end, or what should not be there."""
+        """Return whether a connection on which nothing is expected has something to read: its end, or what should not be
+        there.
+        """
         return bool(self._readable.poll(0))
 
     def cork(self, on: bool) -> None:
@@ -101,7 +103,7 @@ class Channel:
         return data
 
     def receive_some(self, most: int) -> bytes:
-        """What is there, up to so many bytes, without waiting."""
+        """Return what is there, up to so many bytes, without waiting."""
         try:
             data = self._socket.recv(most)
         except BlockingIOError:
@@ -144,7 +146,7 @@ def _advance(views: list[memoryview], first: int, count: int) -> int:
 
 
 def connect(address: tuple[str, int], *, deadline: float) -> Channel:
-    """A channel to a listening socket. Raises PeerLost."""
+    """Return a channel to a listening socket. Raises PeerLost."""
     connection = None
     try:
         connection = socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic()))
@@ -156,7 +158,7 @@ def connect(address: tuple[str, int], *, deadline: float) -> Channel:
 
 
 def own_address(*, towards: str) -> str:
-    """The address of this machine's interface from which `towards` (a host name or address) is reached; nothing is sent.
+    """Return the address of this machine's interface from which `towards` (a host name or address) is reached; nothing is sent.
 
     Raises ValueError where there is no way to it.
     """

@@ -71,7 +71,7 @@ class OwnerLink:
         return self._retry_at is not None
 
     def acquire(self) -> tuple[Channel, float] | None:
-        """A connection for one exchange and when its answer must have begun; None where the node is down.
+        """Return a connection for one exchange and when its answer must have begun; None where the node is down.
 
         It is to be given to `release`, or with an error to `failed`.
         """
@@ -165,7 +165,7 @@ def ask(channel: Channel, items: Sequence[int], *, deadline: float) -> None:
 def receive_answer(
     channel: Channel, items: Sequence[int], *, deadline: float, limits: PeerLimits
 ) -> list[Entry | type[Later] | type[Damaged] | None]:
-    """The answer to `ask`: entries, each one checked; None: the owner has none.
+    """Return the answer to `ask`: entries, each one checked; None: the owner has none.
 
     Raises PeerTimeout where nothing came by `deadline`, or less than a megabyte per second afterwards.
     """

@@ -55,11 +55,11 @@ class PrefetchingPeers:
 
     @property
     def counts(self) -> PeerCounts:
-        """Of this process, prefetched or not."""
+        """The counts of this process, prefetched or not."""
         return self.peers.counts
 
     def is_own(self, item: int) -> bool:
-        """Whether this node stores `item`."""
+        """Return whether this node stores `item`."""
         return self.peers.is_own(item)
 
     def push(self, item: int, parts: Parts) -> None:

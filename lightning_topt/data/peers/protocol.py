@@ -1,4 +1,4 @@
-"""What nodes of a partitioned cache say to each other, byte by byte (little-endian), and what that may cost.
+"""The protocol says what nodes of a partitioned cache say to each other, byte by byte (little-endian), and what that may cost.
 
     server -> client   MAGIC, 32 random bytes
     client -> server   32 random bytes, proof                both prove that they know the run's secret, by HMAC-SHA256 of all
@@ -40,7 +40,7 @@ class PeerRefused(PeerError):
 
 @dataclass(frozen=True)
 class PeerLimits:
-    """What a conversation may cost, in bytes and seconds; the same on all nodes.
+    """`PeerLimits` say what a conversation may cost, in bytes and seconds; the same on all nodes.
 
     - ``entry_bytes``: the largest entry; larger ones stay on the node that reads them from the source;
     - ``reply_bytes``: of one answer, unless its first entry alone is larger;
@@ -67,7 +67,7 @@ class PeerLimits:
 
 
 def run_key(secret: bytes, *, fingerprint: str, num_items: int) -> bytes:
-    """What proofs are made with, (32,) bytes. Raises ValueError for a short secret."""
+    """Return what proofs are made with, (32,) bytes. Raises ValueError for a short secret."""
     if len(secret) < LEAST_SECRET_BYTES:
         raise ValueError(
             f"the run's secret has at least {LEAST_SECRET_BYTES} bytes, for example secrets.token_bytes(32) made by one rank "
@@ -89,7 +89,9 @@ class Welcome:
         channel.send([MAGIC + self._nonce], deadline=0)
 
     def go_on(self) -> bool:
-        """Whether the other end has proved that it knows the key, after what came. Raises PeerRefused where it does not."""
+        """Return whether the other end has proved that it knows the key, after what came. Raises PeerRefused where it does
+        not.
+        """
         self._answer += self.channel.receive_some(NONCE_BYTES + PROOF_BYTES - len(self._answer))
         if len(self._answer) < NONCE_BYTES + PROOF_BYTES:
             return False
@@ -101,7 +103,7 @@ class Welcome:
 
 
 def introduce(channel: Channel, key: bytes, *, deadline: float) -> None:
-    """The client's part. Raises PeerRefused where either end finds that the other does not know the key."""
+    """Do the client's part. Raises PeerRefused where either end finds that the other does not know the key."""
     hello = bytes(channel.receive(len(MAGIC) + NONCE_BYTES, deadline=deadline))
     if hello[: len(MAGIC)] != MAGIC:
         raise ProtocolError("something else listens there, or another version")

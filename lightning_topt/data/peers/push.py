@@ -16,8 +16,9 @@ MESSAGE_BYTES = 1 << 24  # of entries in one message, unless one alone is larger
 
 @dataclass
 class PushCounts:
-    """Of one process, in entries: `stored` by their owners; `refused` by them, which have them or have no room for them;
-    `dropped` here, because the queue was full or the owner did not answer."""
+    """`PushCounts` are those of one process, in entries: `stored` by their owners; `refused` by them, which have them or have
+    no room for them; `dropped` here, because the queue was full or the owner did not answer.
+    """
 
     stored: int = 0
     refused: int = 0

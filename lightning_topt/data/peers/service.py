@@ -125,7 +125,7 @@ class PeerService:
         self._promote(places)
 
     def _locate(self, item: int) -> Place | None:
-        """Where an entry lies that is not cut off and not too large."""
+        """Return where an entry lies that is not cut off and not too large."""
         for store in self.stores:
             if item >= store.num_items:
                 raise ProtocolError("no such item")

@@ -1,1 +1,1 @@
-"""What waiting for data is made of: measured, modelled, and what would shorten it."""
+"""The wait for data is measured and modelled: what it is made of, and what would shorten it."""

@@ -1,4 +1,4 @@
-"""What the wait for data is made of, what would remove it, and how much cache is worth having."""
+"""Advice says what the wait for data is made of, what would remove it, and how much cache is worth having."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Stalls:
 
     @property
     def total_seconds(self) -> float:
-        """Of a batch."""
+        """The seconds of a batch."""
         return self.step_seconds + self.fetch_seconds + self.prepare_seconds + self.loading_seconds
 
     @property
     def fraction(self) -> float:
-        """Of the time that is no step, 0 to 1."""
+        """The fraction of the time that is no step, 0 to 1."""
         return max(0.0, 1 - self.step_seconds / self.total_seconds)
 
 
 def split_stalls(
     costs: StallCosts, setup: SetUp, *, cold_seconds: float, cached_seconds: float, step_seconds: float
 ) -> Stalls:
-    """The differential measurement of DS-Analyzer (arXiv 2007.06775, section 3.3), seconds per batch of its three runs.
+    """Return the differential measurement of DS-Analyzer (arXiv 2007.06775, section 3.3), seconds per batch of its three runs.
 
     Our cache holds prepared samples, so its second run has no preparation either: the model says how much of the difference
     between cold and cached would go with fetching alone.
@@ -61,7 +61,8 @@ def split_stalls(
 
 
 def least_useful_share(*, source_rate: float, cache_rate: float, needed_rate: float) -> float:
-    """x* = (D/S - N/R) / (D/S - D/C) of DS-Analyzer's what-if (arXiv 2007.06775, section 3.4): more makes the loop no faster.
+    """Return x* = (D/S - N/R) / (D/S - D/C) of DS-Analyzer's what-if (arXiv 2007.06775, section 3.4): more makes the loop no
+    faster.
 
     All rates in samples per second: of the source (S), of the cache (C), and of what comes after, preparing or training (R).
     A model of one reader that alternates between source and cache; `least_cache` asks the whole loop.
@@ -76,7 +77,9 @@ def least_useful_share(*, source_rate: float, cache_rate: float, needed_rate: fl
 
 
 def least_cache(costs: StallCosts, setup: SetUp, *, within: float = NEARLY) -> float:
-    """The least share of the items in memory at which a batch takes at most `within` longer than with all of them there."""
+    """Return the least share of the items in memory at which a batch takes at most `within` longer than with all of them
+    there.
+    """
     goal = batch_seconds(costs, replace(setup, memory_share=1.0, disk_share=0.0)) * (1 + within)
 
     def enough(share: float) -> bool:
@@ -92,7 +95,7 @@ def least_cache(costs: StallCosts, setup: SetUp, *, within: float = NEARLY) -> f
 
 
 def best_num_workers(costs: StallCosts, setup: SetUp, *, most: int | None = None) -> int:
-    """The least number of workers within 1 % of the best, up to `most` (None: twice the cores)."""
+    """Return the least number of workers within 1 % of the best, up to `most` (None: twice the cores)."""
     counts = range((2 * setup.cores if most is None else most) + 1)
     seconds = [batch_seconds(costs, replace(setup, num_workers=count)) for count in counts]
     return next(count for count in counts if seconds[count] <= min(seconds) * (1 + _SAME))
@@ -108,7 +111,7 @@ class WhatIf(NamedTuple):
 
 
 def what_if(costs: StallCosts, setup: SetUp, *, changes: Sequence[tuple[str, str, SetUp]] = ()) -> list[WhatIf]:
-    """The usual questions asked of `setup`, first as it is; then `changes`, as (group, words, set-up)."""
+    """Return the usual questions asked of `setup`, first as it is; then `changes`, as (group, words, set-up)."""
     asked = [("now", "as measured", setup), *_caches(costs, setup), *_machine(setup), *_rates(costs, setup), *changes]
     return [WhatIf(g, words, s, costs.batch_size / batch_seconds(costs, s)) for g, words, s in asked]
 

@@ -76,7 +76,7 @@ class Watched:
         self._marks.append((time.perf_counter(), own, children, _machine_core_seconds() - own - children))
 
     def times(self) -> LoopTimes:
-        """Of the batches after the first `skip`."""
+        """Return the times of the batches after the first `skip`."""
         if len(self._marks) < 2 or self.used <= self.skip:
             raise ValueError(
                 f"the loop took {self.used} batches; stalls are measured after the first {self.skip}: "
@@ -99,7 +99,7 @@ def _children_core_seconds() -> float:
 
 
 def _machine_core_seconds() -> float:
-    """That all cores of the machine were at work since it started."""
+    """Return the core seconds that all cores of the machine were at work since it started."""
     times = psutil.cpu_times()
     return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
 
@@ -130,7 +130,7 @@ def check_loader(loader: Any) -> None:
 
 
 def samples_per_batch(loader: DataLoader[Any]) -> int:
-    """The size of the loader's batches, of its first one where they differ; 1 where the data set makes them."""
+    """Return the size of the loader's batches, of its first one where they differ; 1 where the data set makes them."""
     if loader.batch_size is not None:
         return loader.batch_size
     if loader.batch_sampler is None:
@@ -139,7 +139,9 @@ def samples_per_batch(loader: DataLoader[Any]) -> int:
 
 
 def loader_over(loader: DataLoader[Any], items: Sequence[int], *, num_workers: int) -> DataLoader[Any]:
-    """A loader like `loader` over given items, in their order, in batches of its size (a last incomplete one left out)."""
+    """Return a loader like `loader` over given items, in their order, in batches of its size (a last incomplete one left
+    out).
+    """
     size = samples_per_batch(loader)
     batches: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": list(items)}
     if loader.batch_size is not None:
@@ -163,5 +165,5 @@ def loader_over(loader: DataLoader[Any], items: Sequence[int], *, num_workers: i
 
 
 def makes_batches(loader: DataLoader[Any]) -> bool:
-    """Whether samples are collated; else each of them is a batch."""
+    """Return whether samples are collated; else each of them is a batch."""
     return loader.batch_sampler is not None

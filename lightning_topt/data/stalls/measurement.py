@@ -40,15 +40,15 @@ class CacheUnderTest(Protocol):
     """A cache of prepared samples for the cached run, empty at first."""
 
     def loader_over(self, loader: DataLoader[Any], items: Sequence[int], *, num_workers: int) -> DataLoader[Any]:
-        """What the function of that name makes, its samples from the cache where they are there, and stored where not."""
+        """Return what the function of that name makes, its samples from the cache where they are there and stored where not."""
 
     def entry_bytes(self) -> float:
-        """The mean size of what is stored."""
+        """Return the mean size of what is stored."""
 
 
 @dataclass(frozen=True)
 class MeasurementOptions:
-    """How much to measure.
+    """`MeasurementOptions` say how much to measure.
 
     - ``seconds``: of each run; the whole takes about eight times as long;
     - ``memory_bytes``: room of the cached run's cache;
@@ -72,7 +72,9 @@ class MeasurementOptions:
 
 @dataclass(frozen=True)
 class StallMeasurement:
-    """What was measured on `setup`: the three runs, in times per batch, and the costs that the model takes from there."""
+    """A `StallMeasurement` holds what was measured on `setup`: the three runs, in times per batch, and the costs that the model
+    takes from there.
+    """
 
     costs: StallCosts
     setup: SetUp
@@ -101,7 +103,7 @@ class StallMeasurement:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; an infinite rate is None."""
+        """Return plain values for JSON; an infinite rate is None."""
         costs = {name: None if value == inf else value for name, value in asdict(self.costs).items()}
         runs = {name: getattr(self, name)._asdict() for name in ("synthetic", "cold", "cached")}
         stalls = {**asdict(self.stalls), "fraction": self.stalls.fraction}
@@ -134,7 +136,7 @@ class _Items:
         self.used = 0
 
     def rest(self, *, at_least: int) -> list[int]:
-        """Those not used yet; all of them again where fewer than `at_least` are left."""
+        """Return those not used yet; all of them again where fewer than `at_least` are left."""
         if len(self.order) - self.used < at_least:
             self.used = 0
         return self.order[self.used :]
@@ -155,7 +157,7 @@ class _Measurement:
             )
 
     def run(self, directory: str) -> StallMeasurement:
-        """All runs, in an order in which none finds the source's items read before (as far as there are enough)."""
+        """Do all runs, in an order in which none finds the source's items read before (as far as there are enough)."""
         workers, seconds = self.loader.num_workers, self.options.seconds
         probes, batches = self._probe()
         synthetic = self._loop(Watched(cycle(batches), seconds))
@@ -251,7 +253,9 @@ class _Measurement:
 
 
 class SampleCosts(NamedTuple):
-    """Of a sample from the source, in seconds: waited for, of a core, and of cores that others used meanwhile."""
+    """`SampleCosts` are those of a sample from the source, in seconds: waited for, of a core, and of cores that others used
+    meanwhile.
+    """
 
     wait_seconds: float
     core_seconds: float
@@ -259,7 +263,8 @@ class SampleCosts(NamedTuple):
 
 
 def sample_costs(cold: LoopTimes, idle: LoopTimes, batch_size: int, worker_seconds: float) -> SampleCosts:
-    """From one worker that does nothing but read the source; `worker_seconds` is what a batch takes it besides its samples.
+    """Return the costs of a sample, measured on one worker that does nothing but read the source; `worker_seconds` is what a
+    batch takes it besides its samples.
 
     What others did in the same time of the `idle` loop, which reads nothing, has nothing to do with the samples.
     """
@@ -270,7 +275,7 @@ def sample_costs(cold: LoopTimes, idle: LoopTimes, batch_size: int, worker_secon
 
 
 def contention(costs: StallCosts, crowded: LoopTimes, *, cores: int) -> float:
-    """How much longer the work of a cold loop with a worker per core takes its cores than the same work does alone."""
+    """Return how much longer the work of a cold loop with a worker per core takes its cores than the same work does alone."""
     alone = costs.batch_size * costs.miss_seconds
     alone += costs.worker_seconds + costs.receive_seconds + costs.step_core_seconds
     taken = crowded.core_seconds + crowded.worker_core_seconds

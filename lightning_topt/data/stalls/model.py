@@ -1,4 +1,4 @@
-"""What a training loop waits for, from a few measured costs: the throughput of any other set-up.
+"""The model says, from a few measured costs, what a training loop waits for: the throughput of any other set-up.
 
 Symbols, per sample unless said: a *miss* waits `latency_seconds`, moves `source_bytes` over the link and takes
 `prepare_seconds` of a core (system calls and decoding alike: a core does both), and its part of `collate_seconds` per batch; a
@@ -32,7 +32,7 @@ _LEAST_FREE = 0.1  # of the cores, for the loop: nothing stands still
 
 @dataclass(frozen=True)
 class StallCosts:
-    """What one set-up showed; see the module for the symbols. Seconds of a core are those of an idle machine.
+    """`StallCosts` are what one set-up showed; see the module for the symbols. Seconds of a core are those of an idle machine.
 
     Args:
         batch_size: B, samples.
@@ -76,17 +76,17 @@ class StallCosts:
 
     @property
     def miss_seconds(self) -> float:
-        """Of a core, for a sample from the source."""
+        """The seconds of a core, for a sample from the source."""
         return self.prepare_seconds + self.collate_seconds / self.batch_size
 
     def share(self, cache_bytes: float) -> float:
-        """The share of all items that `cache_bytes` hold, 0 to 1."""
+        """Return the share of all items that `cache_bytes` hold, 0 to 1."""
         return min(1.0, cache_bytes / (self.entry_bytes * self.num_items))
 
 
 @dataclass(frozen=True)
 class SetUp:
-    """What may be changed; None: as measured. Shares are those of the items in the memory and in the disk tier.
+    """A `SetUp` says what may be changed; None: as measured. Shares are those of the items in the memory and in the disk tier.
 
     `cores` are those of the machine for this loop; `step_speedup` 2: an accelerator that takes half the time.
     """
@@ -138,7 +138,7 @@ _Process = Iterator["_Phase | Callable[[], bool]"]  # does phases, or waits unti
 
 
 def apply(costs: StallCosts, setup: SetUp) -> StallCosts:
-    """The costs in a set-up: its link, disk and step in place of those measured."""
+    """Return the costs in a set-up: its link, disk and step in place of those measured."""
     changed = {
         name: value
         for name in ("link_bytes_per_second", "latency_seconds", "disk_bytes_per_second")
@@ -149,7 +149,7 @@ def apply(costs: StallCosts, setup: SetUp) -> StallCosts:
 
 
 def bounds(costs: StallCosts, setup: SetUp) -> dict[str, float]:
-    """Least seconds per batch that each resource alone allows: "step", "link", "disk", "cores" and "workers".
+    """Return the least seconds per batch that each resource alone allows: "step", "link", "disk", "cores" and "workers".
 
     Without workers, "workers" is all the work of the training process on its data, and has the step in it.
     """
@@ -171,7 +171,7 @@ def bounds(costs: StallCosts, setup: SetUp) -> dict[str, float]:
 
 
 def batch_seconds(costs: StallCosts, setup: SetUp, *, seed: int = 0) -> float:
-    """Seconds per batch of a long epoch in `setup`; `seed`: of the order in which hits and misses come."""
+    """Return the seconds per batch of a long epoch in `setup`; `seed`: of the order in which hits and misses come."""
     loop = _Loop(apply(costs, setup), setup, np.random.default_rng(seed))
     loop.play()
     first = loop.warmup
@@ -179,7 +179,7 @@ def batch_seconds(costs: StallCosts, setup: SetUp, *, seed: int = 0) -> float:
 
 
 def samples_per_second(costs: StallCosts, setup: SetUp) -> float:
-    """The throughput of `batch_seconds`."""
+    """Return the throughput of `batch_seconds`."""
     return costs.batch_size / batch_seconds(costs, setup)
 
 
@@ -200,7 +200,7 @@ class _Loop:
         self.next_batch = ahead
 
     def train(self) -> _Process:
-        """The training process."""
+        """Run the training process."""
         c = self.costs
         for batch, chunks in enumerate(self.samples):
             if self.setup.num_workers:
@@ -220,7 +220,7 @@ class _Loop:
                 yield _Phase(DELAY, c.step_seconds - c.step_core_seconds)
 
     def work(self, worker: int) -> _Process:
-        """A worker process."""
+        """Run a worker process."""
         queue = self.queues[worker]
         while True:
             yield lambda: bool(queue)
@@ -231,7 +231,7 @@ class _Loop:
             self.ready.add(batch)
 
     def play(self) -> None:
-        """Until the training process ends."""
+        """Run until the training process ends."""
         processes = [self.train(), *(self.work(worker) for worker in range(self.setup.num_workers))]
         waiting: list[Callable[[], bool] | None] = [None] * len(processes)
         phases: list[_Phase | None] = [None] * len(processes)
@@ -265,7 +265,7 @@ class _Loop:
         return speeds[phase.resource] * (speeds[OTHERS] if phase.beside else 1.0)
 
     def _speeds(self, phases: list[_Phase | None]) -> dict[str, float]:
-        """What one user of each resource gets of it per second."""
+        """Return what one user of each resource gets of it per second."""
         users, waits = {CORE: 0.0, LINK: 0.0, DISK: 0.0, DELAY: 0.0}, {LINK: 0.0, DELAY: 0.0}
         for phase in phases:
             if phase is not None:

@@ -1,4 +1,4 @@
-"""What a source and a disk cost, seen from outside: samples timed one by one, in a process of their own."""
+"""Probes measure what a source and a disk cost, seen from outside: samples are timed one by one, in a process of their own."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def probe_samples(
 
 
 class SourceProbe(NamedTuple):
-    """What reading samples and making batches of them costs a process that does nothing else."""
+    """A `SourceProbe` says what reading samples and making batches of them costs a process that does nothing else."""
 
     samples: list[SampleProbe]
     collate_seconds: float  # per batch
@@ -112,7 +112,7 @@ def _received_bytes() -> int:
 
 
 def fit_link(probes: Sequence[SampleProbe], *, rate: float | None = None) -> tuple[float, float]:
-    """Latency (seconds) and rate (bytes per second) of wait = latency + bytes / rate; their mean wait is kept.
+    """Return the latency (seconds) and rate (bytes per second) of wait = latency + bytes / rate; their mean wait is kept.
 
     The slope is Theil and Sen's (median over all pairs), for a few disturbed samples should not count. `rate`: where known.
     Where the samples' sizes say nothing, the rate is infinite and all the wait is latency.
@@ -140,7 +140,9 @@ def _slope(sizes: npt.NDArray[np.float64], waits: npt.NDArray[np.float64]) -> fl
 
 
 def read_rate(directory: str | Path, *, entry_bytes: float) -> float:
-    """Bytes per second of reading entries of that size in any order, past the page cache; infinite where it cannot be told."""
+    """Return the bytes per second of reading entries of that size in any order, past the page cache; infinite where it cannot
+    be told.
+    """
     if not hasattr(os, "posix_fadvise"):
         return inf
     folder = Path(directory).expanduser()

@@ -29,7 +29,7 @@ _FAR_OFF = 0.10  # of the model on the runs it was made from
 
 
 def format_seconds(seconds: float) -> str:
-    """``"12.3 ms"``."""
+    """Format seconds as ``"12.3 ms"``."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"
@@ -37,7 +37,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """``"1.50 GiB"``."""
+    """Format bytes as ``"1.50 GiB"``."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -95,7 +95,7 @@ def _what_if_table(rows: Sequence[WhatIf]) -> Table:
 
 
 def advice(measurement: StallMeasurement) -> list[str]:
-    """Sentences: the least cache worth having, the best number of workers, and how far to trust the model."""
+    """Return sentences: the least cache worth having, the best number of workers, and how far to trust the model."""
     costs, setup = measurement.costs, measurement.setup
     share = least_cache(costs, setup)
     needed, whole = share * costs.entry_bytes * costs.num_items, costs.entry_bytes * costs.num_items

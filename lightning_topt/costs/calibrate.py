@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning_topt.costs.cluster import Cluster, Device
 from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
-from lightning_topt.costs.framework import measure_framework, measure_launch, measure_sharded_call
+from lightning_topt.costs.framework import measure_framework, measure_launch, measure_sharded_blocks
 from lightning_topt.costs.global_state import kept_global_state
 from lightning_topt.costs.groups import Group, mesh_groups
 from lightning_topt.costs.measured_links import collective_timers, curve, fit_link, measure_overlap, process_groups
@@ -80,9 +80,17 @@ def calibrate(
     curves = {key: curve(times[key]) for key in timers}
     inter = fit_link(curves, Group(num_nodes, local))
     intra = fit_link(curves, Group(local)) if local > 1 else inter
-    average([0.0])  # all ranks begin together: that they take memory at the same time costs each a third more, as in a step
+    average(
+        [0.0]
+    )  # all ranks begin together: that they take memory at the same time costs each a third more, as in a step
     faults = average([measure_page_faults(device)])[0]
-    measured = replace(_device(device, times), page_fault_seconds_per_byte=faults)
+    block, parameter = average(measure_sharded_blocks(device))
+    measured = replace(
+        _device(device, times),
+        page_fault_seconds_per_byte=faults,
+        sharded_block_seconds=block,
+        sharded_parameter_seconds=parameter,
+    )
     return Cluster(
         name=f"measured_{platform.node() or 'here'}",
         device=measured,
@@ -156,9 +164,7 @@ def _device_parts(device: torch.device, *, budget_seconds: float) -> dict[str, C
     def host() -> dict[str, float]:
         if device.type != "cpu":
             return {"launch": average([measure_launch(device, budget_seconds=0.2 * budget_seconds)])[0]}
-        kernel = measure_framework(device, budget_seconds=0.2 * budget_seconds)
-        sharded = measure_sharded_call(device, budget_seconds=0.1 * budget_seconds)
-        return dict(zip(("kernel", "sharded"), average([kernel, max(sharded, 1e-9)]), strict=True))
+        return {"kernel": average([measure_framework(device, budget_seconds=0.2 * budget_seconds)])[0]}
 
     return {"products": products, "copies": copies, "small": small, "host": host}
 
@@ -186,7 +192,6 @@ def _device(device: torch.device, times: Mapping[Any, Mapping[Any, float]]) -> D
         memory_bandwidth=1 / times["copies"]["byte"],
         op_overhead_seconds=times["small"]["call"],
         framework_seconds=times["host"].get("kernel", 0.0),
-        sharded_call_seconds=times["host"].get("sharded", 0.0),
         launch_seconds=times["host"].get("launch", 0.0),
         process_bytes=_CPU_PROCESS_BYTES if device.type == "cpu" else 0,
     )

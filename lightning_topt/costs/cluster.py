@@ -44,7 +44,8 @@ class Device:
     plans under a memory limit do for every tensor on CPUs (`execution.allocator`), `framework_seconds` what a kernel of a
     step costs beyond itself where the host does not run ahead of the device: modules, autograd, Python (CPUs),
     `launch_seconds` what the host takes for a kernel of a step where it does (accelerators), and
-    `sharded_call_seconds` what a call of an optimizer costs beyond itself where its parameters are sharded.
+    `sharded_block_seconds` and `sharded_parameter_seconds` what a gather or reduction of a sharded block costs beside the
+    exchange, and more for each of its parameters (CPUs).
     """
 
     name: str
@@ -56,7 +57,8 @@ class Device:
     process_bytes: int = 0
     page_fault_seconds_per_byte: float = 0.0
     framework_seconds: float = 0.0
-    sharded_call_seconds: float = 0.0
+    sharded_block_seconds: float = 0.0
+    sharded_parameter_seconds: float = 0.0
     launch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -211,7 +213,8 @@ def _device(data: Any, *, name: str) -> Device:
         process_bytes=entries.take("process_bytes", parse_bytes, 0),
         page_fault_seconds_per_byte=entries.take("page_fault_seconds_per_byte", number, 0.0),
         framework_seconds=entries.take("framework_seconds", parse_seconds, 0.0),
-        sharded_call_seconds=entries.take("sharded_call_seconds", parse_seconds, 0.0),
+        sharded_block_seconds=entries.take("sharded_block_seconds", parse_seconds, 0.0),
+        sharded_parameter_seconds=entries.take("sharded_parameter_seconds", parse_seconds, 0.0),
         launch_seconds=entries.take("launch_seconds", parse_seconds, 0.0),
         price_per_hour=entries.take("price_per_hour", number, None),
     )

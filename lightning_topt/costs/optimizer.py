@@ -50,11 +50,6 @@ class OptimizerProfile:
         update = self.updates.get(name)
         return 0 if update is None else update.state_bytes
 
-    def calls(self, name: str) -> float:
-        """Return the operator calls of the update of parameter `name`; 0 for one that no optimizer updates."""
-        update = self.updates.get(name)
-        return 0.0 if update is None else update.calls
-
     def update_seconds(self, name: str, *, numel: int, device: Device, share: float = 1.0) -> float:
         """Return the seconds to update the given share of parameter `name`, which has `numel` elements in all.
 

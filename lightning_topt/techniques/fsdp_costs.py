@@ -202,6 +202,9 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock, *, replicated: 
     beside = 0.0 if step.on_gloo or step.mesh.size == 1 else step.cluster.overlap
     gather = step.collective_seconds("all_gather", block.flat, axes=block.axes)
     out = step.copy_seconds(block.flat) + step.taken_seconds(gathered_bytes(flat=block.flat, whole=block.whole))
+    device = step.cluster.device
+    hooks = device.sharded_block_seconds + device.sharded_parameter_seconds * len(block.parameters)
+    out += hooks
     for when in (0, 1) if block.level == 3 and block.name != ROOT else (0,):
         hidden = beside if block.name != ROOT or when else 0.0  # nothing runs beside the root's, which comes first
         seconds.gather_foreground[when] += (1 - hidden) * gather + (out if gather else 0.0)
@@ -212,10 +215,8 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock, *, replicated: 
     taken = reduced_bytes(flat=block.flat_gradients, shards=block.gradient_shards, workspace=block.workspace)
     reduce += step.taken_seconds(taken)
     copied = step.copy_seconds(sum(map(gradient_bytes, block.parameters)))  # into the flat buffer
-    seconds.reduce_foreground += (1 - beside) * reduce + copied
+    seconds.reduce_foreground += (1 - beside) * reduce + copied + (hooks if block.trainable else 0.0)
     seconds.reduce_background += beside * reduce
     shares = {p: shard_share(p, block.ranks) for p in block.parameters}
     seconds.update += sum(step.update_seconds(p, share=share) for p, share in shares.items())
     seconds.update += temporaries_seconds(step, shares)
-    calls = sum(step.optimizer.calls(p.name) for p in block.parameters)
-    seconds.update += step.cluster.device.sharded_call_seconds * calls

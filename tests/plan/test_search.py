@@ -46,7 +46,7 @@ def every_plan(request: SearchRequest, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_no_plan_is_much_better_than_what_is_found(seed: int) -> None:
-    """The chain's bytes are upper bounds where neighbours differ, so the best mix may be missed, by 4 % in the worst of these."""
+    """The chain's bytes are upper bounds where neighbours differ, so the best mix may be missed, here by up to 4 %."""
     rng = random.Random(seed)
     graph, count = random_graph(seed, num_blocks=2), rng.choice([1, 2, 4, 6])
     request = SearchRequest(graph, machines(rng), profile_of(graph), (count,), 12, exchanges=EXCHANGES)

@@ -198,3 +198,21 @@ def test_returned_memory_costs_its_page_faults(level):
     temporaries = (1 << 19) if level == 0 else (1 << 18)
     extra = returned.step_seconds - kept.step_seconds
     assert extra == pytest.approx(1e-6 * (activations + buffers + temporaries), rel=1e-2)
+
+
+@pytest.mark.parametrize(("level", "gathers"), [(0, 0), (2, 1), (3, 2)])
+def test_sharded_blocks_cost_the_host_time(level, gathers):
+    """For each gather and each reduction; the root has one of both at every level."""
+    graph = random_graph(3, num_blocks=4)
+    given = arguments(graph, 2, overlap=0.0, backend="gloo")
+    configs = {b.name: OpConfig.zero(min(level, 2) if not b.name else level) for b in graph.blocks}
+    free = explained(graph, configs, **given)
+    device = replace(given["cluster"].device, sharded_block_seconds=1.0, sharded_parameter_seconds=0.1)
+    given["cluster"] = replace(given["cluster"], device=device)
+    own = {b.name: [p for p in graph.parameters if p.block == b.name] for b in graph.blocks}
+    expected = 0.0
+    for name, parameters in own.items():
+        exchanges = (1 if not name and level else gathers) * bool(parameters)
+        exchanges += bool(level) * any(p.trainable for p in parameters)
+        expected += exchanges * (1.0 + 0.1 * len(parameters))
+    assert explained(graph, configs, **given).step_seconds - free.step_seconds == pytest.approx(expected)

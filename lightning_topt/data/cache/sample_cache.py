@@ -22,10 +22,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_topt.basics.own_files import open_own
 from lightning_topt.data.cache.disk_writer import DiskWriter
 from lightning_topt.data.cache.mapped_entries import HEAD_BYTES
 from lightning_topt.data.cache.memory_file import Handed
-from lightning_topt.data.cache.own_files import open_own
 from lightning_topt.data.cache.sample_codec import Parts, header_of, size_of
 from lightning_topt.data.cache.segment_store import SegmentStore, checksum, warn_once
 from lightning_topt.data.cache.tiers import Room, hand_over, open_tiers

@@ -1,0 +1,1 @@
+"""What every folder may import and none of which imports anything of this package, nor torch."""

@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_topt.costs.units import parse_bandwidth, parse_bytes
+from lightning_topt.basics.units import parse_bandwidth, parse_bytes
 from lightning_topt.data.stalls.advice import what_if
 from lightning_topt.data.stalls.loop import Watched
 from lightning_topt.data.stalls.measurement import MeasurementOptions, StallMeasurement, measure_stalls

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from lightning_topt.costs.units import parse_bytes
+from lightning_topt.basics.units import parse_bytes
 
 
 def whole(value: Any, *, name: str, least: int | None = None, most: int | None = None) -> int:

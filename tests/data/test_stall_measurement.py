@@ -30,7 +30,7 @@ from lightning_topt.data.stalls.advice import what_if
 from lightning_topt.data.stalls.loop import LoopTimes, Watched, check_loader, loader_over, samples_per_batch, touch
 from lightning_topt.data.stalls.measurement import MeasurementOptions, contention, measure_stalls, sample_costs
 from lightning_topt.data.stalls.probes import SampleProbe, fit_link, probe_samples, probe_source, read_rate
-from lightning_topt.data.stalls.stall_report import advice, format_bytes, format_seconds, print_report, save_png
+from lightning_topt.data.stalls.stall_report import advice, print_report, save_png
 from lightning_topt.plugins.measured_cache import MeasuredCache
 from tests.clock import Clock
 from tests.data.test_stall_model import COSTS
@@ -336,11 +336,6 @@ def test_advice_where_the_model_is_off(tmp_path):
     result, *_ = measure(Source(400, wait=0.002), tmp_path)
     off = type(result)(result.costs, result.setup, result.synthetic, LoopTimes(9, 9.0, 0, 0, 0), result.cached)
     assert any("with care" in sentence for sentence in advice(off))
-
-
-def test_units():
-    assert [format_seconds(value) for value in (1.5, 0.0123, 4e-5)] == ["1.5 s", "12.3 ms", "40 us"]
-    assert [format_bytes(value) for value in (12, 1536, 3 << 30)] == ["12 B", "1.50 KiB", "3.00 GiB"]
 
 
 def test_any_batch_can_be_touched():

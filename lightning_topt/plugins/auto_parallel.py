@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_topt.communication.argument_checks import check_choice
+from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.allocator import return_freed_memory, warm_up

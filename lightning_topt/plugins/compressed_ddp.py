@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_topt.communication.argument_checks import check_whole
+from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import READ_BY, ExchangeOptions, LinkCosts
 from lightning_topt.communication.topology import Topology

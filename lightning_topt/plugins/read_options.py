@@ -12,8 +12,8 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.basics.units import parse_bytes
-from lightning_topt.communication.argument_checks import check_real, check_whole
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import shown
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh

@@ -156,7 +156,7 @@ def _peers(
         fingerprint=fingerprint,
         timeout_seconds=partition.timeout_seconds,
         retry_seconds=partition.retry_seconds,
-        queue_bytes=int(partition.queue_bytes),
+        queue_bytes=partition.queue_bytes,
     )
 
 

@@ -255,6 +255,8 @@ def test_a_client_needs_an_address_of_every_other_node():
         Peers([None, None], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f")
     with pytest.raises(ValueError, match="positive"):
         Peers([None, (HERE, 1)], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f", timeout_seconds=0)
+    with pytest.raises(ValueError, match="queue_bytes"):
+        Peers([None, (HERE, 1)], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f", queue_bytes="0 B")
     with pytest.raises(ValueError, match="positive"):
         PeerLimits(items=0)
     with pytest.raises(ValueError, match="no interface"):

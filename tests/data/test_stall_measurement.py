@@ -327,9 +327,11 @@ def test_items_begin_again_when_there_are_too_few():
 def test_what_cannot_be_measured_is_said(tmp_path):
     with pytest.raises(ValueError, match="at least 8 batches; this data set has 20 samples"):
         measure(Source(20), tmp_path)
-    for options in ({"seconds": 0}, {"memory_bytes": 0}, {"cores": 0}, {"link_bytes_per_second": 0.0}):
-        with pytest.raises(ValueError):
+    sizes = ({"memory_bytes": 0}, {"memory_bytes": "much"})
+    for options in (*sizes, {"seconds": 0}, {"cores": 0}, {"link_bytes_per_second": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
             MeasurementOptions(**options)
+    assert MeasurementOptions(memory_bytes="4MiB").memory_bytes == 1 << 22
 
 
 def test_advice_where_the_model_is_off(tmp_path):

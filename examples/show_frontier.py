@@ -10,8 +10,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.cost_table import CostTable, OperatorCosts
-from lightning_topt.costs.units import format_bytes, format_seconds
 from lightning_topt.frontier.frontier_search import search_frontier
 
 MIB = 2**20

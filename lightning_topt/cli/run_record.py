@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_topt import __version__
-from lightning_topt.costs.units import format_bytes, format_seconds
+from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.plugins.step_monitor import StepMeasurement
 
 SCHEMA_VERSION = 1

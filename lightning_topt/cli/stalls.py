@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_topt.costs.units import parse_bandwidth, parse_bytes
+from lightning_topt.basics.units import parse_bandwidth
 from lightning_topt.data.stalls.advice import what_if
 from lightning_topt.data.stalls.loop import Watched
 from lightning_topt.data.stalls.measurement import MeasurementOptions, StallMeasurement, measure_stalls
@@ -51,7 +51,7 @@ def run(config: DictConfig) -> None:
         directory=config.directory,
         options=MeasurementOptions(
             seconds=config.seconds,
-            memory_bytes=parse_bytes(config.memory_bytes, name="memory_bytes"),
+            memory_bytes=config.memory_bytes,
             link_bytes_per_second=None if config.link is None else parse_bandwidth(config.link, name="link"),
             cores=config.cores,
             seed=config.seed,

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_topt.communication.argument_checks import check_choice, check_real, check_whole
+from lightning_topt.basics.argument_checks import check_choice, check_real, check_whole
 from lightning_topt.communication.bucket import is_finite
 from lightning_topt.communication.node.node_exchange import Waitable
 from lightning_topt.communication.options import VALUE_DTYPES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from lightning_topt.communication.argument_checks import check_choice, check_flag, check_real, check_texts, check_whole
+from lightning_topt.basics.argument_checks import check_choice, check_flag, check_real, check_texts, check_whole
 
 METHODS = ("topk", "dense", "bf16", "fp16", "powersgd", "sign")
 SELECTIONS = ("auto", "mstopk", "sampled", "torch")

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_topt.basics.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve, CurveKey
 from lightning_topt.costs.plain_values import (
     check_plain,
@@ -26,7 +27,6 @@ from lightning_topt.costs.plain_values import (
     text,
     whole,
 )
-from lightning_topt.costs.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
 
 class ClusterError(ValueError):

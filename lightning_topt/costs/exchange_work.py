@@ -24,13 +24,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
-from lightning_topt.communication.compressors.low_rank import matrix_shape, saves_enough
-from lightning_topt.communication.compressors.sign import SCALE_BYTES
-from lightning_topt.communication.compressors.sign_bits import packed_bytes
-from lightning_topt.communication.compressors.wire import MessageFormat
+from lightning_topt.communication.bucket import BucketLayout
+from lightning_topt.communication.compressors.hierarchical import shares_sums
+from lightning_topt.communication.compressors.low_rank import plan_factors
+from lightning_topt.communication.compressors.sign import SignFormat
+from lightning_topt.communication.compressors.wire import MessageFormat, message_of_share
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.sizes import gradient_bytes
@@ -93,6 +95,18 @@ class BlockGradients:
         """Bytes of the exempt gradients."""
         return self.nbytes - sum(map(gradient_bytes, self.compressible))
 
+    @property
+    def layout(self) -> BucketLayout:
+        """All of them as one bucket."""
+        numels = tuple(p.numel for p in self.parameters)
+        return BucketLayout(
+            names=tuple(p.name for p in self.parameters),
+            offsets=tuple(accumulate(numels[:-1], initial=0)),
+            numels=numels,
+            shapes=tuple(torch.Size(p.shape) for p in self.parameters),
+            exempt=tuple(p.name in self.exempt for p in self.parameters),
+        )
+
 
 def exchange_work(gradients: BlockGradients, options: ExchangeOptions, *, topology: Topology) -> Work:
     """Return the work of a step in which `options` compress (not of the first, dense ones)."""
@@ -118,8 +132,12 @@ def _half(gradients: BlockGradients, options: ExchangeOptions, topology: Topolog
 
 
 def _message(numel: float, compressible: float, options: ExchangeOptions) -> MessageFormat:
-    k = max(1, round(options.density * compressible)) if compressible else 0
-    return MessageFormat(max(1, round(numel)), k, getattr(torch, options.value_dtype))
+    return message_of_share(
+        max(1, round(numel)),
+        compressible=compressible,
+        density=options.density,
+        value_dtype=getattr(torch, options.value_dtype),
+    )
 
 
 def _select_bytes(size: float, numel: float, options: ExchangeOptions) -> float:
@@ -151,7 +169,7 @@ def _top_k_by_nodes(gradients: BlockGradients, options: ExchangeOptions, topolog
     numel = gradients.numel / local
     form = _message(numel, gradients.compressible_numel / local, options)
     across, everything = nodes * form.nbytes, topology.world_size * form.nbytes
-    whole = everything > size  # then the summed shards are the smaller thing to share
+    whole = shares_sums(form.nbytes, bucket_bytes=size, topology=topology)
     decoded = nodes if whole else topology.world_size
     entries = _PACK_BYTES_PER_ENTRY * form.k + _DECODE_BYTES_PER_ENTRY * decoded * form.k
     return Work(
@@ -171,18 +189,13 @@ def _top_k_by_nodes(gradients: BlockGradients, options: ExchangeOptions, topolog
 def _low_rank(gradients: BlockGradients, options: ExchangeOptions, topology: Topology) -> Work:
     """Every matrix M: added to the residual, P = M Q, Q = M^T P, and P Q^T written and taken from the residual."""
     numel, feedback = gradients.numel, options.error_feedback
-    p = q = whole = matrices = 0
-    flops = 0.0
-    for parameter in gradients.parameters:
-        shape = torch.Size(parameter.shape)
-        if parameter.name in gradients.exempt or not saves_enough(shape, rank=options.rank):
-            whole += parameter.numel
-            continue
-        rows, columns = matrix_shape(shape)
-        rank = min(options.rank, rows, columns)
-        p, q, matrices = p + rows * rank, q + columns * rank, matrices + 1
-        flops += (8 if feedback else 6) * rank * parameter.numel + 4 * rank**2 * (rows + columns)
-    messages = 4 * (p + whole), 4 * q
+    plan = plan_factors(gradients.layout, rank=options.rank)
+    matrices, flops = 0, 0.0
+    for group in plan.groups:
+        count, rank, rows, columns = len(group.slices), group.rank, group.rows, group.columns
+        matrices += count
+        flops += count * ((8 if feedback else 6) * rank * rows * columns + 4 * rank**2 * (rows + columns))
+    messages = 4 * (plan.p_numel + plan.whole_numel), 4 * plan.q_numel
     return Work(
         3 * gradients.nbytes + (24 if feedback else 20) * numel,
         _ENCODE_CALLS + _MATRIX_CALLS * matrices,
@@ -195,8 +208,7 @@ def _low_rank(gradients: BlockGradients, options: ExchangeOptions, topology: Top
 
 def _sign(gradients: BlockGradients, options: ExchangeOptions, topology: Topology) -> Work:
     parts, ranks, exempt = gradients.compressible, topology.world_size, gradients.exempt_bytes
-    nbytes = SCALE_BYTES * len(parts) + sum(packed_bytes(p.numel) for p in parts)
-    nbytes = -(-nbytes // SCALE_BYTES) * SCALE_BYTES
+    nbytes = SignFormat(gradients.layout).nbytes
     state = 4 * gradients.numel + nbytes  # without feedback it is made anew each time
     decoded = ranks * (8 * gradients.compressible_numel + nbytes)
     return Work(

@@ -83,8 +83,8 @@ def _sharded_excess(parameters: int) -> float:
     exchanges = [partial(all_gather_into, whole, shard), partial(reduce_scatter_into, shard, whole)]
     gather, reduce = (statistics.median(_seconds(call) for _ in range(4 * _ROUNDS)) for call in exchanges)
     excess = (_step_seconds(model, x) - plain) / (3 * _BLOCKS) - (2 * gather + reduce) / 3
-    for module in (*model, model):
-        _composable_state._module_state_mapping.pop(module, None)  # hooks and states refer to one another: it would stay
+    for module in (*model, model):  # hooks and states refer to one another: they would stay
+        _composable_state._module_state_mapping.pop(module, None)
     return excess
 
 

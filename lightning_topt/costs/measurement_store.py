@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning_topt.basics.own_files import not_own_reason
+
 VERSION = 3
 MAX_AGE_SECONDS = 30 * 24 * 3600.0
 _MAX_BYTES, _MAX_ENTRIES = 1 << 25, 50_000
@@ -101,10 +103,8 @@ def _opened(directory: Path) -> Iterator[int]:
 
 def _check_own(descriptor: int, name: str) -> os.stat_result:
     status = os.fstat(descriptor)
-    if status.st_uid != os.geteuid():
-        raise PermissionError(f"{name} belongs to another user")
-    if status.st_mode & 0o022:
-        raise PermissionError(f"{name} can be written by other users (chmod go-w)")
+    if reason := not_own_reason(status, also_root=False):
+        raise PermissionError(f"{name}: {reason}")
     return status
 
 

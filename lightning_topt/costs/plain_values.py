@@ -23,7 +23,6 @@ MAX_DEPTH = 12  # a plan has 3, a cluster 4
 MAX_TEXT = 2**14  # characters of one text
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
@@ -71,9 +70,14 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"not YAML: {one_line(error)}") from error
 
 
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # `parse_yaml` refuses them
+
+
 def dump_yaml(data: Any) -> str:
     """Return plain values as YAML text, entries in their order."""
-    text: str = yaml.dump(data, Dumper=_DUMPER, sort_keys=False)
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
     return text
 
 

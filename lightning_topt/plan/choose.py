@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.plain_values import names, number, one_line, parse_json, shown, whole
-from lightning_topt.costs.units import format_bytes, format_seconds
 from lightning_topt.plan.gradient_exchange import describe_exchange, is_lossy
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.plain_values import dump_yaml
-from lightning_topt.costs.units import format_bytes, format_seconds
 from lightning_topt.plan.choose import PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.presets import describe_config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_topt.communication.argument_checks import check_choice
+from lightning_topt.basics.argument_checks import check_choice
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
@@ -28,7 +27,7 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
-from lightning_topt.plugins.ddp_parts import destroy_process_group, register_names
+from lightning_topt.plugins.ddp_parts import known_options, register_names
 from lightning_topt.plugins.engine_checkpoints import EngineCheckpoints, is_held_by
 from lightning_topt.plugins.example_batch import example_batches
 from lightning_topt.plugins.exchange_monitor import add_monitor
@@ -37,7 +36,6 @@ from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import check_agreement
 from lightning_topt.plugins.read_options import (
     check_planner_options,
-    checked_options,
     read_cluster,
     read_memory_limit,
     read_plan_option,
@@ -102,7 +100,7 @@ class AutoParallelStrategy(EngineCheckpoints):
         checkpoint: str = "full",
         **ddp_options: Any,
     ) -> None:
-        super().__init__(**checked_options(ddp_options))
+        super().__init__(**known_options(ddp_options, strategy=type(self).__name__))
         check_choice(checkpoint, name="checkpoint", allowed=("full", "sharded"))
         self.checkpoint_form = checkpoint
         check_planner_options(memory_margin=memory_margin, objective="time" if objective is None else objective)
@@ -126,11 +124,6 @@ class AutoParallelStrategy(EngineCheckpoints):
         self._unclip: Callable[[], None] | None = None
 
     # ---- life cycle -----------------------------------------------------------------------------------------------
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        atexit.register(destroy_process_group)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

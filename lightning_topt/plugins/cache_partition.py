@@ -12,12 +12,12 @@ import lightning.pytorch as pl
 import psutil
 import torch.distributed as dist
 
+from lightning_topt.basics.argument_checks import check_real, check_size, check_text, check_whole
 from lightning_topt.data.cache.sample_cache import SampleCache
 from lightning_topt.data.peers.client import NOWHERE, Peers
 from lightning_topt.data.peers.peer_channel import own_address
 from lightning_topt.data.peers.prefetch import PrefetchingPeers
 from lightning_topt.data.peers.server import PeerServer
-from lightning_topt.plugins import given_values
 
 SECRET_BYTES = 32
 IPV4, IPV6 = 2, 10  # address families, as psutil numbers them on Linux
@@ -52,14 +52,14 @@ class CachePartition:
 
     def __post_init__(self) -> None:
         if self.interface is not None:
-            given_values.text(self.interface, name="interface")
-        given_values.whole(self.port, name="port", least=0, most=(1 << 16) - 1)
-        given_values.whole(self.seed, name="seed")
-        given_values.whole(self.prefetch_batches, name="prefetch_batches", least=0)
+            check_text(self.interface, name="interface")
+        check_whole(self.port, name="port", least=0, most=(1 << 16) - 1)
+        check_whole(self.seed, name="seed", least=None)
+        check_whole(self.prefetch_batches, name="prefetch_batches", least=0)
         for name in ("timeout_seconds", "retry_seconds"):
-            given_values.seconds(getattr(self, name), name=name)
+            check_real(getattr(self, name), name=name, positive=True)
         for name in ("queue_bytes", "prefetch_bytes"):
-            object.__setattr__(self, name, given_values.size(getattr(self, name), name=name))
+            object.__setattr__(self, name, check_size(getattr(self, name), name=name))
 
 
 class PartitionedCache:
@@ -156,7 +156,7 @@ def _peers(
         fingerprint=fingerprint,
         timeout_seconds=partition.timeout_seconds,
         retry_seconds=partition.retry_seconds,
-        queue_bytes=int(partition.queue_bytes),
+        queue_bytes=partition.queue_bytes,
     )
 
 

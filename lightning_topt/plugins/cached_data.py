@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate
 from typing_extensions import override
 
+from lightning_topt.basics.argument_checks import check_folder, check_size, check_version
 from lightning_topt.data.cache.cached_batches import BatchDataset, collate
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.dataset_names import DatasetNames
@@ -19,7 +20,6 @@ from lightning_topt.data.cache.determinism import marked_method
 from lightning_topt.data.cache.sample_cache import CacheStatistics, SampleCache
 from lightning_topt.data.loading.lookahead import Lookahead
 from lightning_topt.data.loading.resumable import make_resumable
-from lightning_topt.plugins import given_values
 from lightning_topt.plugins.cache_defaults import default_directory, default_memory_bytes
 from lightning_topt.plugins.cache_partition import CachePartition, PartitionedCache, gathered, open_partitioned
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
@@ -66,11 +66,11 @@ class CachedDataModule(WrappedDataModule):
         data_version: str | None = None,
         partition: CachePartition | bool = False,
     ) -> None:
-        data_version = given_values.version(data_version, name="data_version")
-        self.directory = default_directory() if directory is None else given_values.folder(directory, name="directory")
+        data_version = check_version(data_version, name="data_version")
+        self.directory = default_directory() if directory is None else check_folder(directory, name="directory")
         self.has_default_room = memory_bytes is None and disk_bytes is None
-        self.memory_bytes = given_values.size(0 if memory_bytes is None else memory_bytes, name="memory_bytes", least=0)
-        self.disk_bytes = given_values.size(0 if disk_bytes is None else disk_bytes, name="disk_bytes", least=0)
+        self.memory_bytes = check_size(0 if memory_bytes is None else memory_bytes, name="memory_bytes", least=0)
+        self.disk_bytes = check_size(0 if disk_bytes is None else disk_bytes, name="disk_bytes", least=0)
         if not self.has_default_room and self.memory_bytes + self.disk_bytes == 0:
             raise ValueError(
                 "a cache needs room: give memory_bytes or disk_bytes, per data set and node, or neither for defaults"

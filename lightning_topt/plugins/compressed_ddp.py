@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,13 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_topt.communication.argument_checks import check_whole
+from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import READ_BY, ExchangeOptions, LinkCosts
 from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.ddp_parts import (
     checked_ddp_options,
-    destroy_process_group,
     refuse_momentum,
     register_names,
 )
@@ -99,11 +97,6 @@ class CompressedDDPStrategy(ExchangeSteps):
         self._nonfinite, self._nodes, self._ranks_per_node = nonfinite, nodes, ranks_per_node
 
     # ---- life cycle -----------------------------------------------------------------------------------------------
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        atexit.register(destroy_process_group)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -18,12 +18,12 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
+from lightning_topt.basics.argument_checks import check_folder, check_real, check_size, check_version, check_whole
 from lightning_topt.data.cache.cached_batches import BatchDataset
 from lightning_topt.data.cache.cached_dataset import CachedDataset
 from lightning_topt.data.cache.fingerprint import fingerprint
 from lightning_topt.data.coordinated.coordinated_batches import SeededBatches
 from lightning_topt.data.coordinated.loader import CoordinatedLoader, CoordinationStatistics
-from lightning_topt.plugins import given_values
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
 
@@ -63,11 +63,11 @@ class CoordinatedDataModule(WrappedDataModule):
         data_version: str | None = None,
         timeout_seconds: float = 30.0,
     ) -> None:
-        self.directory = given_values.folder(directory, name="directory")
-        self.memory_bytes = given_values.size(memory_bytes, name="memory_bytes")
-        self.seed = given_values.whole(seed, name="seed")
-        self.data_version = given_values.version(data_version, name="data_version")
-        self.timeout_seconds = given_values.seconds(timeout_seconds, name="timeout_seconds")
+        self.directory = check_folder(directory, name="directory")
+        self.memory_bytes = check_size(memory_bytes, name="memory_bytes")
+        self.seed = check_whole(seed, name="seed", least=None)
+        self.data_version = check_version(data_version, name="data_version")
+        self.timeout_seconds = check_real(timeout_seconds, name="timeout_seconds", positive=True)
         self._loaders: list[CoordinatedLoader] = []
         super().__init__(datamodule)
 

@@ -28,12 +28,24 @@ def checked_ddp_options(options: dict[str, Any], *, strategy: str, wraps: bool =
                 f"{strategy} exchanges gradients in its own way, which {name} would replace: leave {name} out, or use "
                 "Lightning's DDPStrategy with it"
             )
+    owners = (DDPStrategy, DistributedDataParallel) if wraps else (DDPStrategy,)
+    return known_options(options, strategy=strategy, owners=owners, without=HOOK_OPTIONS)
+
+
+def known_options(
+    options: dict[str, Any],
+    *,
+    strategy: str,
+    owners: Sequence[type] = (DDPStrategy, DistributedDataParallel),
+    without: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return `options`, each of which one of `owners` takes and none of which is `without`. Raises TypeError for any other."""
     known = {
         name
-        for owner in (DDPStrategy, DistributedDataParallel)[: 1 + wraps]
-        for name, parameter in inspect.signature(owner.__init__).parameters.items()
+        for owner in owners
+        for name, parameter in inspect.signature(owner).parameters.items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    } - {"self", "module", "device_ids", *HOOK_OPTIONS}
+    } - {"module", "device_ids", *without}
     if unknown := sorted(set(options) - known):
         raise TypeError(f"{strategy} does not take {unknown[0]!r}; DDP's own options are {sorted(known)}")
     return options

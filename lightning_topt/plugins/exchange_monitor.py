@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from typing_extensions import override
 
-from lightning_topt.communication.argument_checks import check_whole
+from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.communication.hook import ExchangeStatistics
 
 DEFAULT_EVERY_N_STEPS = 50  # where the Trainer logs nothing (log_every_n_steps=0) and only the progress bar shows them

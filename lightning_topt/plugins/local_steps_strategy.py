@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -24,7 +23,6 @@ from lightning_topt.plugins.ddp_parts import (
     CHECKPOINT_KEY,
     EXCHANGE_KEY,
     checked_ddp_options,
-    destroy_process_group,
 )
 from lightning_topt.plugins.exchange_monitor import add_monitor
 from lightning_topt.plugins.lost_ranks import NamesLostRanks
@@ -79,11 +77,6 @@ class LocalStepsStrategy(NamesLostRanks):
         self._fitting = False  # parameters may differ between ranks
 
     # ---- life cycle -----------------------------------------------------------------------------------------------
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        atexit.register(destroy_process_group)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ from typing_extensions import override
 from lightning_topt.communication.elastic import init_attempt, shares_store_between_attempts
 from lightning_topt.communication.peers import GRACE_SECONDS, PeerLostError
 from lightning_topt.communication.rank_watch import STORE_SECONDS, RankWatch, is_of_collective, watch_ranks
+from lightning_topt.plugins.ddp_parts import destroy_process_group
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,10 @@ def name_lost(error: BaseException, watch: RankWatch | None) -> None:
 
 
 class NamesLostRanks(DDPStrategy):
-    """Watches all ranks from `setup_environment` to `teardown`, and puts who is lost into the errors that end a run."""
+    """Watches all ranks from `setup_environment` to `teardown`, and puts who is lost into the errors that end a run.
+
+    The process group ends before the interpreter does.
+    """
 
     _watch: RankWatch | None = None
     _ended_with_error = False
@@ -71,6 +76,7 @@ class NamesLostRanks(DDPStrategy):
         super().setup_environment()
         self._end_watch()
         self._watch, self._ended_with_error = watch_ranks(), False
+        atexit.register(destroy_process_group)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -34,12 +34,12 @@ class _Module(CachedDataModule):
 
 
 class MeasuredCache:
-    """A `CacheUnderTest` (see `data.stalls.measurement`) of `memory_bytes`, as long as the context lasts.
+    """A `CacheUnderTest` (see `data.stalls.measurement`) of `memory_bytes` (a number or text), as long as the context lasts.
 
     A data set that marks its deterministic part is changed by it for good: measure the source first.
     """
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self, memory_bytes: int | str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="topt-stalls-")
         self._given = _Given()
         self._module = _Module(self._given, directory=self._folder.name, memory_bytes=memory_bytes)

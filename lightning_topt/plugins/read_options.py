@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
-from torch.nn.parallel import DistributedDataParallel
-
-from lightning_topt.communication.argument_checks import check_real, check_whole
+from lightning_topt.basics.argument_checks import check_real, check_whole
+from lightning_topt.basics.units import parse_bytes
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import shown
-from lightning_topt.costs.units import parse_bytes
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
@@ -73,19 +69,6 @@ def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None)
             f"plan={shown(str(plan))} is neither a file nor one of {sorted(PRESETS)} (or with '+recompute')"
         )
     return ParallelPlan.load(plan)
-
-
-def checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    """DDP options, all of which someone takes. Raises TypeError that names the one nobody does."""
-    known = {
-        name
-        for owner in (DDPStrategy, DistributedDataParallel)
-        for name, parameter in inspect.signature(owner.__init__).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    } - {"self", "module", "device_ids"}
-    if unknown := sorted(set(options) - known):
-        raise TypeError(f"AutoParallelStrategy does not take {unknown[0]!r}; DDP's own options are {sorted(known)}")
-    return options
 
 
 def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cluster | None:

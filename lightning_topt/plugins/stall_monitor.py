@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from lightning_topt.plugins.given_values import whole
+from lightning_topt.basics.argument_checks import check_whole
 
 DEFAULT_EVERY_N_STEPS = 50  # where the Trainer logs nothing (log_every_n_steps=0) and only the progress bar shows it
 _HOOKS = (
@@ -50,7 +50,7 @@ class StallMonitor(pl.Callback):
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
-        self.every_n_steps = None if every_n_steps is None else whole(every_n_steps, name="every_n_steps", least=1)
+        self.every_n_steps = None if every_n_steps is None else check_whole(every_n_steps, name="every_n_steps")
         self.total = DataWait(0, 0.0, 0.0)
         self._idle: _DeviceIdle | None = None
         self._last_step, self._fetch_started = 0, 0.0

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_topt.basics.argument_checks import check_real, check_size
 from lightning_topt.data.loading.resumable import ResumableLoader
 from lightning_topt.data.loading.tuning import (
     AUTO,
@@ -20,7 +21,6 @@ from lightning_topt.data.loading.tuning import (
     memory_for_waiting,
     tune_loader,
 )
-from lightning_topt.plugins import given_values
 from lightning_topt.plugins.cached_data import TRAIN, replace_argument
 from lightning_topt.plugins.wrapped_data import WrappedDataModule
 
@@ -77,8 +77,8 @@ class TunedDataModule(WrappedDataModule):
             raise ValueError(f'pin_memory is True, False, "auto" or None (as the loader has it), not {pin_memory!r}')
         if num_workers == 0 and isinstance(prefetch_factor, int):
             raise ValueError("prefetch_factor is of workers: give num_workers, or leave prefetch_factor out")
-        seconds = given_values.seconds(seconds, name="seconds")
-        memory = None if memory_bytes is None else given_values.size(memory_bytes, name="memory_bytes")
+        seconds = check_real(seconds, name="seconds", positive=True)
+        memory = None if memory_bytes is None else check_size(memory_bytes, name="memory_bytes")
         self.choices: dict[str, LoaderChoice] = {}  # by loader: "train", or "train/0", "train/name" of a collection
         self._num_workers, self._prefetch_factor, self._pin_memory = num_workers, prefetch_factor, pin_memory
         self._seconds, self._memory_bytes, self._num_loaders = seconds, memory, 1

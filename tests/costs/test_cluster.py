@@ -4,9 +4,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from lightning_topt.costs.cluster import Cluster, ClusterError, Device, Link
-from lightning_topt.costs.collective_curves import CollectiveCurve
-from lightning_topt.costs.units import (
+from lightning_topt.basics.units import (
     format_bytes,
     format_seconds,
     parse_bandwidth,
@@ -14,6 +12,8 @@ from lightning_topt.costs.units import (
     parse_flops,
     parse_seconds,
 )
+from lightning_topt.costs.cluster import Cluster, ClusterError, Device, Link
+from lightning_topt.costs.collective_curves import CollectiveCurve
 
 CONF = Path(__file__).parents[2] / "conf" / "cluster"
 CURVE = {"op": "all_reduce", "group_size": 2, "stride": 4, "bytes": [1], "seconds": [1]}
@@ -48,10 +48,13 @@ def test_wrong_sizes(text):
 
 
 def test_formatting():
-    assert format_bytes(1.5 * 2**30) == "1.50 GiB"
-    assert format_bytes(12) == "12 B"
-    assert format_seconds(0.0123) == "12.3 ms"
-    assert format_seconds(2) == "2 s"
+    assert [format_bytes(size) for size in (12, 1536, 1.5 * 2**30, 3 << 30)] == [
+        "12 B",
+        "1.50 KiB",
+        "1.50 GiB",
+        "3.00 GiB",
+    ]
+    assert [format_seconds(value) for value in (2, 1.5, 0.0123, 4e-5)] == ["2 s", "1.5 s", "12.3 ms", "40 us"]
 
 
 @pytest.mark.parametrize("name", ["local_cpu", "a100_8x8", "h100_2x8", "cloud_25gbe_16x8"])

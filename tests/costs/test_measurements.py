@@ -208,7 +208,7 @@ def test_a_file_of_another_user_is_not_used(tmp_path, monkeypatch):
     save(tmp_path, SETUP, {"kernel a": Entry(time.time(), 1.0)})
     own = os.geteuid()
     monkeypatch.setattr(measurement_store.os, "geteuid", lambda: own + 1)
-    with pytest.warns(UserWarning, match="belongs to another user"):
+    with pytest.warns(UserWarning, match=f"belongs to user {own}, this process to user {own + 1}"):
         assert load(tmp_path, SETUP) == {}
 
 

@@ -293,13 +293,14 @@ def test_what_cannot_be_shared_is_said(tmp_path):
     with pytest.raises(TypeError, match="cannot store as plain data"):
         list(loader)
     loader.close()
-    for wrong in ({"memory_bytes": 0}, {"num_workers": 0}, {"timeout_seconds": 0}, {"seed": -1}):
+    sizes = ({"memory_bytes": 0}, {"memory_bytes": "much"})
+    for wrong in (*sizes, {"num_workers": 0}, {"timeout_seconds": 0}, {"seed": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             loader_of(Samples(), tmp_path, **wrong)
 
 
 def test_a_batch_larger_than_the_memory_is_warned_of(tmp_path):
-    loader = loader_of(Samples(), tmp_path / "meet", memory_bytes=10)
+    loader = loader_of(Samples(), tmp_path / "meet", memory_bytes="10 B")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert [[digest(batch) for batch in loader]] == expected()

@@ -10,9 +10,9 @@ import warnings
 
 import pytest
 
+from lightning_topt.basics.own_files import NotOwn, made, open_own
 from lightning_topt.data.cache import memory_file, segment_store, store_file
 from lightning_topt.data.cache.memory_file import REGISTRY
-from lightning_topt.data.cache.own_files import NotOwn, made, open_own
 from tests.data.test_sample_cache import ITEMS, epoch, make
 
 FORK = multiprocessing.get_context("fork")

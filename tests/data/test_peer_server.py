@@ -35,14 +35,14 @@ FORK = multiprocessing.get_context("fork")
 __all__ = ["nodes", "pair"]  # fixtures
 # All that the process has of this package:
 NAMES = [
-    "cache.memory_file",
-    "cache.own_files",
-    "cache.segment_store",
-    "cache.store_file",
-    "peers.entrance",
-    "peers.peer_channel",
-    "peers.protocol",
-    "peers.service",
+    "basics.own_files",
+    "data.cache.memory_file",
+    "data.cache.segment_store",
+    "data.cache.store_file",
+    "data.peers.entrance",
+    "data.peers.peer_channel",
+    "data.peers.protocol",
+    "data.peers.service",
 ]
 
 
@@ -239,11 +239,11 @@ def test_it_imports_neither_torch_nor_what_could_unpickle(pair):
     )
     modules = json.loads(run.stdout)
     assert not {"torch", "lightning", "multiprocessing", "asyncio"} & set(modules)
-    prefix = "lightning_topt.data."
-    folders = {f"{prefix}cache", f"{prefix}peers"}
+    prefix = "lightning_topt."
+    folders = {f"{prefix}{folder}" for folder in ("basics", "data", "data.cache", "data.peers")}
     assert [n.removeprefix(prefix) for n in modules if n.startswith(prefix) and n not in folders] == NAMES
     for name in NAMES:
-        tree = ast.parse((package / "data" / f"{name.replace('.', '/')}.py").read_text())
+        tree = ast.parse((package / f"{name.replace('.', '/')}.py").read_text())
         named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         named |= {part for node in ast.walk(tree) if isinstance(node, ast.Import) for part in [node.names[0].name]}
         assert not named & {"pickle", "marshal", "shelve", "eval", "exec", "compile", "__import__"}
@@ -255,6 +255,8 @@ def test_a_client_needs_an_address_of_every_other_node():
         Peers([None, None], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f")
     with pytest.raises(ValueError, match="positive"):
         Peers([None, (HERE, 1)], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f", timeout_seconds=0)
+    with pytest.raises(ValueError, match="queue_bytes"):
+        Peers([None, (HERE, 1)], node=0, num_items=ITEMS, seed=0, secret=SECRET, fingerprint="f", queue_bytes="0 B")
     with pytest.raises(ValueError, match="positive"):
         PeerLimits(items=0)
     with pytest.raises(ValueError, match="no interface"):

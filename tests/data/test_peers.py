@@ -205,7 +205,7 @@ def test_a_workers_last_pushes_are_not_lost(nodes, monkeypatch):
 
     monkeypatch.setattr(peer_push, "offer", slow)
     items = owned(1, num_nodes=2)
-    peers = client(pair, queue_bytes=1 << 20)
+    peers = client(pair, queue_bytes="1MiB")
     pair[1].memory.write(items[0], [payload(items[0])])
     assert plain(peers.fetch(items[:1])) == [payload(items[0])]  # a connection that a fork must not share
     fetched = peers.counts.fetched

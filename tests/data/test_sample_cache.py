@@ -173,10 +173,33 @@ def test_damage_is_counted_and_repaired(tmp_path):
     assert epoch(cache) == []
 
 
-@pytest.mark.parametrize(("memory", "disk"), [(0, 0), (-1, 5), (5, -1)])
+NO_ROOM = {
+    (0, 0): "needs room",
+    ("0 B", "0"): "needs room",
+    (-1, 5): "memory_bytes",
+    (5, -1): "disk_bytes",
+    (5, "8Gb"): "Gb",
+}
+
+
+@pytest.mark.parametrize(("memory", "disk"), NO_ROOM)
 def test_no_room_is_an_error(tmp_path, memory, disk):
-    with pytest.raises(ValueError, match="needs room"):
-        make(tmp_path, memory=memory, disk=disk)
+    with pytest.raises(ValueError, match=NO_ROOM[memory, disk]):
+        SampleCache(tmp_path, fingerprint="f", num_items=ITEMS, memory_bytes=memory, disk_bytes=disk)
+
+
+def test_sizes_are_numbers_or_text(tmp_path):
+    kept = []
+    for memory, disk in ((1536, 2000), ("1.5KiB", "2 kB")):
+        cache = SampleCache(
+            tmp_path / str(disk), fingerprint="f", num_items=ITEMS, memory_bytes=memory, disk_bytes=disk
+        )
+        assert (cache.memory_bytes, cache.disk_bytes) == (1536, 2000)
+        for item in range(ITEMS):
+            cache.put(item, encode(item))
+        kept.append(cache.statistics())
+        cache.close()
+    assert kept[0] == kept[1] and kept[0].memory_items and kept[0].disk_items
 
 
 class OtherNode:

@@ -30,7 +30,7 @@ from lightning_topt.data.stalls.advice import what_if
 from lightning_topt.data.stalls.loop import LoopTimes, Watched, check_loader, loader_over, samples_per_batch, touch
 from lightning_topt.data.stalls.measurement import MeasurementOptions, contention, measure_stalls, sample_costs
 from lightning_topt.data.stalls.probes import SampleProbe, fit_link, probe_samples, probe_source, read_rate
-from lightning_topt.data.stalls.stall_report import advice, format_bytes, format_seconds, print_report, save_png
+from lightning_topt.data.stalls.stall_report import advice, print_report, save_png
 from lightning_topt.plugins.measured_cache import MeasuredCache
 from tests.clock import Clock
 from tests.data.test_stall_model import COSTS
@@ -327,20 +327,17 @@ def test_items_begin_again_when_there_are_too_few():
 def test_what_cannot_be_measured_is_said(tmp_path):
     with pytest.raises(ValueError, match="at least 8 batches; this data set has 20 samples"):
         measure(Source(20), tmp_path)
-    for options in ({"seconds": 0}, {"memory_bytes": 0}, {"cores": 0}, {"link_bytes_per_second": 0.0}):
-        with pytest.raises(ValueError):
+    sizes = ({"memory_bytes": 0}, {"memory_bytes": "much"})
+    for options in (*sizes, {"seconds": 0}, {"cores": 0}, {"link_bytes_per_second": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
             MeasurementOptions(**options)
+    assert MeasurementOptions(memory_bytes="4MiB").memory_bytes == 1 << 22
 
 
 def test_advice_where_the_model_is_off(tmp_path):
     result, *_ = measure(Source(400, wait=0.002), tmp_path)
     off = type(result)(result.costs, result.setup, result.synthetic, LoopTimes(9, 9.0, 0, 0, 0), result.cached)
     assert any("with care" in sentence for sentence in advice(off))
-
-
-def test_units():
-    assert [format_seconds(value) for value in (1.5, 0.0123, 4e-5)] == ["1.5 s", "12.3 ms", "40 us"]
-    assert [format_bytes(value) for value in (12, 1536, 3 << 30)] == ["12 B", "1.50 KiB", "3.00 GiB"]
 
 
 def test_any_batch_can_be_touched():

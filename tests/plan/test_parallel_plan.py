@@ -99,6 +99,14 @@ def test_round_trip(tmp_path: Path) -> None:
     assert ParallelPlan.load(tmp_path / "plan.yaml").reason == "because"
 
 
+def test_blocks_alike_on_a_mesh_are_written_out_each() -> None:
+    """YAML would have aliases for them, which no file may."""
+    config = OpConfig.zero(3, axes=2, over=[1])
+    blocks = [BlockPlan(name, config) for name in ("", "a", "b")]
+    plan = ParallelPlan.of_blocks(blocks, mesh=hybrid_mesh(2, 2))
+    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan and "&" not in plan.to_yaml()
+
+
 def test_hand_written() -> None:
     plan = ParallelPlan.from_yaml(HAND_WRITTEN)
     assert [block.config.storage.level for block in plan.blocks] == [3, 2] and plan.blocks[0].config.recompute

@@ -16,8 +16,8 @@ import pytest
 from matplotlib.axes import Axes
 from rich.console import Console
 
+from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.communication.options import ExchangeOptions
-from lightning_topt.costs.units import format_bytes, format_seconds
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import PlanPoint, choose
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction

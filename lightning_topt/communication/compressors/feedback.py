@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_topt.communication.bucket import Bucket, BucketExchange, ExemptMean
 from lightning_topt.communication.compressors.residual import BucketResidual, ResidualStore, State
-from lightning_topt.communication.compressors.wire import MessageFormat
+from lightning_topt.communication.compressors.wire import MessageFormat, message_of_share
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.selection import NonFiniteError
 from lightning_topt.communication.topology import Groups, Topology
@@ -25,9 +25,12 @@ class FeedbackExchange(BucketExchange):
 
     def message_format(self, bucket: Bucket, *, start: int, stop: int) -> MessageFormat:
         """Return the message for elements `start` to `stop`: the share `density` of those that are not exempt, at least one."""
-        compressible = bucket.layout.compressible(start, stop)
-        k = max(1, round(self.options.density_at(bucket.step) * compressible)) if compressible else 0
-        return MessageFormat(stop - start, k, self.value_dtype)
+        return message_of_share(
+            stop - start,
+            compressible=bucket.layout.compressible(start, stop),
+            density=self.options.density_at(bucket.step),
+            value_dtype=self.value_dtype,
+        )
 
     @abstractmethod
     def sparse_seconds(self, bucket: Bucket) -> float:

@@ -25,6 +25,11 @@ from lightning_topt.communication.topology import Groups, Topology
 Steps = Generator[Waitable, None, None]
 
 
+def shares_sums(message_bytes: int, *, bucket_bytes: int, topology: Topology) -> bool:
+    """Return whether stage 5 gathers the summed shards: they are smaller than the messages of all ranks."""
+    return topology.world_size * message_bytes > bucket_bytes
+
+
 class HierarchicalExchange(FeedbackExchange):
     """Top-k with error feedback on each rank's shard of its node's mean gradient."""
 
@@ -61,7 +66,7 @@ class HierarchicalExchange(FeedbackExchange):
         rows = torch.empty((topology.num_nodes, nbytes), dtype=torch.uint8, device=shard.device)
         self._count(topology.ranks_per_node * rows.nbytes, passes=1)
         yield ring_all_gather(rows, message, group=self.groups.across)
-        if topology.world_size * nbytes > bucket.buffer.nbytes:
+        if shares_sums(nbytes, bucket_bytes=bucket.buffer.nbytes, topology=topology):
             yield from self._share_sums(bucket, entry, rows, forms[topology.local_rank])
         else:
             yield from self._share_messages(bucket, rows, forms)

@@ -119,6 +119,12 @@ class MessageFormat:
         return Unpacked(True, values, positions.bitwise_left_shift_(self.low_bits).bitwise_or_(lows))
 
 
+def message_of_share(numel: int, *, compressible: float, density: float, value_dtype: torch.dtype) -> MessageFormat:
+    """Return the message about `numel` elements that has the share `density` of the `compressible` ones, at least one of them."""
+    k = max(1, round(density * compressible)) if compressible else 0
+    return MessageFormat(numel, k, value_dtype)
+
+
 def _pack_bits(bits: Tensor) -> Tensor:
     """Eight 0/1 bytes to one, the first in the lowest bit."""
     if bits.device.type == "cpu":

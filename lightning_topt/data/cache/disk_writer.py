@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_topt.data.cache.own_files import open_own
+from lightning_topt.basics.own_files import open_own
 from lightning_topt.data.cache.segment_store import CLAIMED, STORED, SegmentStore, described, open_store
 from lightning_topt.data.light_process import close_pipes, start_light
 

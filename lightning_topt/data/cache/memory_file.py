@@ -17,7 +17,7 @@ from typing import NamedTuple
 import psutil
 import xxhash
 
-from lightning_topt.data.cache.own_files import is_own, made
+from lightning_topt.basics.own_files import is_own, made
 from lightning_topt.data.cache.store_file import RETRY_SECONDS, LockTimeout, StoreLock, lock_at
 
 PREFIX = "lightning-topt-"

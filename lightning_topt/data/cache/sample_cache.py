@@ -22,10 +22,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_topt.basics.argument_checks import check_size
+from lightning_topt.basics.own_files import open_own
 from lightning_topt.data.cache.disk_writer import DiskWriter
 from lightning_topt.data.cache.mapped_entries import HEAD_BYTES
 from lightning_topt.data.cache.memory_file import Handed
-from lightning_topt.data.cache.own_files import open_own
 from lightning_topt.data.cache.sample_codec import Parts, header_of, size_of
 from lightning_topt.data.cache.segment_store import SegmentStore, checksum, warn_once
 from lightning_topt.data.cache.tiers import Room, hand_over, open_tiers
@@ -87,14 +88,15 @@ class SampleCache:
     Args:
         directory: on a local disk; each `fingerprint` has a folder in it, which outlives the run.
         fingerprint: of the data and everything done to them. Caches of one fingerprint have the same items.
-        memory_bytes, disk_bytes: room for entries per node; 0: no such tier. The index adds 32 bytes per item.
+        memory_bytes, disk_bytes: room for entries per node, a number or text (``"8GiB"``); 0: no such tier. The index adds 32
+            bytes per item.
         peers: the other nodes' parts; this node then stores its own items only.
         write_behind: what is in memory is copied to disk by a process of its own when nobody else wants the time, at the latest
             in `close`; a killed job's last samples may be missing on disk.
 
     A tier that cannot be opened is left out with one warning, here and in worker processes; what breaks later gives misses.
 
-    Raises ValueError where both are 0 or one is negative or `directory` is a file, RefusedCacheError where `refuse` was called
+    Raises ValueError where both are 0 or one is no size or `directory` is a file, RefusedCacheError where `refuse` was called
     for this fingerprint, MemoryUnavailable for memory on other systems than Linux.
     """
 
@@ -104,18 +106,17 @@ class SampleCache:
         *,
         fingerprint: str,
         num_items: int,
-        memory_bytes: int,
-        disk_bytes: int,
+        memory_bytes: int | str,
+        disk_bytes: int | str,
         peers: Peers | None = None,
         write_behind: bool = False,
     ) -> None:
-        if min(memory_bytes, disk_bytes) < 0 or memory_bytes + disk_bytes == 0:
-            raise ValueError(
-                "a cache needs room: memory_bytes > 0 (shared memory) or disk_bytes > 0 (local disk); "
-                f"got {memory_bytes} and {disk_bytes}"
-            )
+        self.memory_bytes = check_size(memory_bytes, name="memory_bytes", least=0)
+        self.disk_bytes = check_size(disk_bytes, name="disk_bytes", least=0)
+        if self.memory_bytes + self.disk_bytes == 0:
+            raise ValueError("a cache needs room: memory_bytes > 0 (shared memory) or disk_bytes > 0 (local disk)")
         self.folder = Path(directory).expanduser().absolute() / fingerprint
-        self.num_items, self.memory_bytes, self.disk_bytes, self.peers = num_items, memory_bytes, disk_bytes, peers
+        self.num_items, self.peers = num_items, peers
         self._counts = _shared_counts()
         self._left_out: tuple[str, ...] = ()
         self._handed: Handed | None = None

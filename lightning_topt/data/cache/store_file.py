@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from lightning_topt.data.cache.own_files import is_held, open_own
+from lightning_topt.basics.own_files import is_held, open_own
 
 PAGE = 4096
 MAGIC = b"toptseg1"

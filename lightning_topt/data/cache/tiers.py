@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_topt.basics.own_files import NotOwn, made, open_own
 from lightning_topt.data.cache import memory_file
 from lightning_topt.data.cache.mapped_entries import MappedEntries
 from lightning_topt.data.cache.memory_file import (
@@ -20,7 +21,6 @@ from lightning_topt.data.cache.memory_file import (
     open_handed,
     open_memory,
 )
-from lightning_topt.data.cache.own_files import NotOwn, made, open_own
 from lightning_topt.data.cache.segment_store import SegmentStore, warn_once
 from lightning_topt.data.cache.store_file import LockTimeout, StoreFile
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, _utils
 
+from lightning_topt.basics.argument_checks import check_real, check_size, check_whole
 from lightning_topt.data.coordinated.coordinated_worker import Batches, EpochAlone, Preparation, Workers
 from lightning_topt.data.coordinated.coordinator_link import CoordinatorLost, Message, address_of, is_supported
 from lightning_topt.data.coordinated.membership import CoordinationRefused, Membership
@@ -43,8 +44,8 @@ class CoordinatedLoader:
       apart, such as the ranks of a distributed job;
     - ``fingerprint``: of the data set and all that is done to it; together with ``seed`` it decides the batches' bits:
       random augmentation draws from the global generators, seeded by (seed, epoch, batch);
-    - ``memory_bytes``: what the coordinator may keep, the least that any job says; besides, each job has the batch it uses
-      and the next one, and each worker the one it prepares;
+    - ``memory_bytes``: what the coordinator may keep, a number or text (``"1GiB"``), the least that any job says; besides, each
+      job has the batch it uses and the next one, and each worker the one it prepares;
     - ``num_workers``: processes of this job that prepare, at least 1: preparing in the training process would take turns
       with training, and disturb its random state. Four jobs with one worker each use four cores;
     - ``timeout_seconds``: after this a batch that a stopped or hanging job promised is prepared by another, and a
@@ -68,7 +69,7 @@ class CoordinatedLoader:
         directory: str | os.PathLike[str],
         fingerprint: str,
         seed: int,
-        memory_bytes: int,
+        memory_bytes: int | str,
         timeout_seconds: float = 30.0,
         num_workers: int = 1,
         group: str = "",
@@ -76,17 +77,11 @@ class CoordinatedLoader:
         worker_init_fn: Callable[[int], None] | None = None,
         pin_memory: bool = False,
     ) -> None:
-        for name, value, least in (
-            ("memory_bytes", memory_bytes, 1),
-            ("num_workers", num_workers, 1),
-            ("seed", seed, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is at least {least}; got {value}")
-        if timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds is positive; got {timeout_seconds}")
+        seed = check_whole(seed, name="seed", least=0)
+        self.memory_bytes = check_size(memory_bytes, name="memory_bytes")
+        self.num_workers = check_whole(num_workers, name="num_workers")
+        self.timeout_seconds = check_real(timeout_seconds, name="timeout_seconds", positive=True)
         self.preparation = Preparation(dataset, batches=batches, collate_fn=collate_fn, seed=seed)
-        self.memory_bytes, self.timeout_seconds, self.num_workers = memory_bytes, timeout_seconds, num_workers
         self.pin_memory = pin_memory
         self._address = address_of(directory, group=group)
         self._agreement = {"fingerprint": fingerprint, "seed": seed}

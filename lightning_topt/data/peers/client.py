@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_topt.basics.argument_checks import check_size
 from lightning_topt.data.peers.partition import owners
 from lightning_topt.data.peers.peer_channel import Channel, PeerError
 from lightning_topt.data.peers.peer_link import Damaged, Entry, Later, OwnerLink, ask, receive_answer
@@ -47,7 +48,7 @@ class Peers:
         num_items, seed: the partition, see `owners`; the same on all nodes.
         secret, fingerprint: as the servers have them.
         timeout_seconds: for an answer to begin. Then a node that does not answer is left alone, at first for `retry_seconds`.
-        queue_bytes: of entries that wait to be given to their owners, per process.
+        queue_bytes: of entries that wait to be given to their owners, per process; a number or text (``"64MiB"``).
 
     Raises ValueError for a node that has no address, or a short secret.
     """
@@ -63,15 +64,16 @@ class Peers:
         fingerprint: str,
         timeout_seconds: float = 5.0,
         retry_seconds: float = 10.0,
-        queue_bytes: int = 1 << 26,
+        queue_bytes: int | str = 1 << 26,
         limits: PeerLimits | None = None,
     ) -> None:
         if not 0 <= node < len(addresses) or any(a is None for i, a in enumerate(addresses) if i != node):
             raise ValueError(f"node {node} needs the addresses of all other nodes; got {list(addresses)}")
-        if min(timeout_seconds, retry_seconds, queue_bytes) <= 0:
-            raise ValueError("timeout_seconds, retry_seconds and queue_bytes are positive")
+        if min(timeout_seconds, retry_seconds) <= 0:
+            raise ValueError("timeout_seconds and retry_seconds are positive")
         self.addresses, self.node, self.num_items, self.seed = list(addresses), node, num_items, seed
-        self.timeout_seconds, self.retry_seconds, self.queue_bytes = timeout_seconds, retry_seconds, queue_bytes
+        self.timeout_seconds, self.retry_seconds = timeout_seconds, retry_seconds
+        self.queue_bytes = check_size(queue_bytes, name="queue_bytes")
         self.limits = limits or PeerLimits()
         self._key = run_key(secret, fingerprint=fingerprint, num_items=num_items)
         self._owners = owners(num_items, num_nodes=len(addresses), seed=seed)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch.utils.data import DataLoader
 
+from lightning_topt.basics.argument_checks import check_size
 from lightning_topt.data.stalls.advice import Stalls, split_stalls
 from lightning_topt.data.stalls.loop import (
     LoopTimes,
@@ -51,21 +52,22 @@ class MeasurementOptions:
     """`MeasurementOptions` say how much to measure.
 
     - ``seconds``: of each run; the whole takes about eight times as long;
-    - ``memory_bytes``: room of the cached run's cache;
+    - ``memory_bytes``: room of the cached run's cache, a number or text (``"1GiB"``);
     - ``link_bytes_per_second``: where known; None: told from samples of different sizes, if they differ;
     - ``cores``: of this loop; None: those that this process may use;
     - ``seed``: of the items that are read.
     """
 
     seconds: float = 6.0
-    memory_bytes: int = 1 << 30
+    memory_bytes: int | str = 1 << 30
     link_bytes_per_second: float | None = None
     cores: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.seconds <= 0 or self.memory_bytes <= 0 or (self.cores is not None and self.cores < 1):
-            raise ValueError("seconds and memory_bytes are positive, cores at least 1")
+        object.__setattr__(self, "memory_bytes", check_size(self.memory_bytes, name="memory_bytes"))
+        if self.seconds <= 0 or (self.cores is not None and self.cores < 1):
+            raise ValueError("seconds are positive, cores at least 1")
         if self.link_bytes_per_second is not None and self.link_bytes_per_second <= 0:
             raise ValueError("link_bytes_per_second is positive")
 
@@ -233,7 +235,7 @@ class _Measurement:
         first = list(items[: max(self.batch_size, 16)])
         for _ in self.cache.loader_over(self.loader, first, num_workers=workers):
             pass
-        room = int(0.9 * self.options.memory_bytes / self.cache.entry_bytes())
+        room = int(0.9 * int(self.options.memory_bytes) / self.cache.entry_bytes())
         if room < LEAST_BATCHES * self.batch_size:
             raise ValueError(
                 f"memory_bytes={self.options.memory_bytes} holds {room} samples, less than {LEAST_BATCHES} batches of "

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.data.stalls.advice import NEARLY, Stalls, WhatIf, best_num_workers, least_cache
 from lightning_topt.data.stalls.measurement import StallMeasurement
 from lightning_topt.data.stalls.model import samples_per_second
@@ -26,22 +27,6 @@ _PARTS = (  # name, attribute of Stalls, colour (Okabe and Ito's), what removes 
 _INK, _FAINT = "#1f2430", "#5b6472"
 _CURVE = 21  # points
 _FAR_OFF = 0.10  # of the model on the runs it was made from
-
-
-def format_seconds(seconds: float) -> str:
-    """Format seconds as ``"12.3 ms"``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
-
-
-def format_bytes(size: float) -> str:
-    """Format bytes as ``"1.50 GiB"``."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(size) >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
 
 
 def print_report(measurement: StallMeasurement, rows: Sequence[WhatIf], *, console: Console) -> None:

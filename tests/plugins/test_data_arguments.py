@@ -89,3 +89,5 @@ def test_numbers_of_any_kind_and_text_are_taken():
     assert TUNED(memory_bytes="1GB", seconds=1)._memory_bytes == 10**9
     assert CACHED(partition=None, data_version=4).data_version == "4"
     assert StallMonitor(every_n_steps=np.int64(5)).every_n_steps == 5
+    with MeasuredCache("1MiB") as cache:
+        assert cache._module.memory_bytes == 1 << 20

@@ -1,4 +1,4 @@
-"""Files and folders of a cache belong to this user: what others may have put in their places is neither read nor written."""
+"""Files and folders that belong to this user: what others may have put in their places is neither read nor written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _HELD = Path("/proc")
 
 
@@ -35,7 +35,7 @@ def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
             raise _not_own("it is no plain file", path)
         if status.st_nlink > 1:
             raise _not_own("it has another name as well (a hard link)", path)
-        _check(status, path, forbidden=_OTHERS_WRITE)
+        _check(status, path)
     except BaseException:
         os.close(descriptor)
         raise
@@ -58,11 +58,23 @@ def made(folder: Path) -> Path:
     status = os.lstat(folder)
     if stat.S_ISLNK(status.st_mode):
         raise _not_own("it is a symbolic link", folder)
-    _check(status, folder, forbidden=_OTHERS_WRITE)
+    _check(status, folder)
     # The folder around it may be a group's, as all are where the umask is 002; in one like /tmp only owners move things.
     around = os.stat(folder.parent)
     _check(around, folder.parent, forbidden=0 if around.st_mode & stat.S_ISVTX else stat.S_IWOTH)
     return folder
+
+
+def not_own_reason(status: os.stat_result, *, forbidden: int = OTHERS_WRITE, also_root: bool = True) -> str | None:
+    """Return why a file or folder is not this user's alone, None where it is: its owner, or bits of its mode in `forbidden`.
+
+    Root counts as this user where `also_root`.
+    """
+    if status.st_uid != os.geteuid() and not (also_root and status.st_uid == 0):
+        return f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}"
+    if status.st_mode & forbidden:
+        return f"others may write to it, its mode is {stat.S_IMODE(status.st_mode):o} (chmod go-w)"
+    return None
 
 
 def is_held(path: Path) -> bool:
@@ -75,11 +87,9 @@ def is_own(descriptor: int) -> bool:
     return os.fstat(descriptor).st_uid in (0, os.geteuid())
 
 
-def _check(status: os.stat_result, path: Path, *, forbidden: int) -> None:
-    if status.st_uid not in (0, os.geteuid()):
-        raise _not_own(f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}", path)
-    if status.st_mode & forbidden:
-        raise _not_own(f"others may write to it, its mode is {stat.S_IMODE(status.st_mode):o}", path)
+def _check(status: os.stat_result, path: Path, *, forbidden: int = OTHERS_WRITE) -> None:
+    if reason := not_own_reason(status, forbidden=forbidden):
+        raise _not_own(reason, path)
 
 
 def _not_own(reason: str, path: Path) -> NotOwn:

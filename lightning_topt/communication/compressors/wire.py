@@ -120,7 +120,7 @@ class MessageFormat:
 
 
 def message_of_share(numel: int, *, compressible: float, density: float, value_dtype: torch.dtype) -> MessageFormat:
-    """Return the message about `numel` elements that has the share `density` of the `compressible` ones, at least one of them."""
+    """Return the message about `numel` elements that has the share `density` of the `compressible` ones."""
     k = max(1, round(density * compressible)) if compressible else 0
     return MessageFormat(numel, k, value_dtype)
 

@@ -28,7 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def measure(name: str, seed: int) -> dict[str, Any]:
     """Search one table, here."""
     from benchmarks.frontier_cases import TABLES, random_costs  # noqa: PLC0415
-    from lightning_topt.frontier.frontier_search import search_frontier  # noqa: PLC0415
+
+    try:
+        from lightning_topt.frontier.frontier_search import search_frontier  # noqa: PLC0415
+    except ModuleNotFoundError:  # where checkouts from before version 2 of plans have it
+        from lightning_topt.frontier.search import search_frontier  # type: ignore[import-not-found,no-redef]  # noqa: PLC0415
 
     for edges, columns in ((True, 1), (False, 3)):  # loads what is compiled
         search_frontier(random_costs(20, 12, columns, columns, edges=edges)(np.random.default_rng(0)))

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
+from lightning_topt.plugins.ddp_parts import destroy_process_group
 from lightning_topt.plugins.step_monitor import StepMonitor
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -113,5 +114,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # A gloo group that outlives the interpreter sometimes aborts the process; Lightning's ddp leaves it.
-    torch.distributed.destroy_process_group()
+    destroy_process_group()  # Lightning's ddp leaves it

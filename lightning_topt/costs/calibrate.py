@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning_topt.costs.cluster import Cluster, Device
 from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
-from lightning_topt.costs.framework import measure_framework, measure_launch, measure_sharded_blocks
+from lightning_topt.costs.framework import measure_framework, measure_launch
 from lightning_topt.costs.global_state import kept_global_state
 from lightning_topt.costs.groups import Group, mesh_groups
 from lightning_topt.costs.measured_links import collective_timers, curve, fit_link, measure_overlap, process_groups
@@ -84,13 +84,7 @@ def calibrate(
         [0.0]
     )  # all ranks begin together: that they take memory at the same time costs each a third more, as in a step
     faults = average([measure_page_faults(device)])[0]
-    block, parameter = average(measure_sharded_blocks(device))
-    measured = replace(
-        _device(device, times),
-        page_fault_seconds_per_byte=faults,
-        sharded_block_seconds=block,
-        sharded_parameter_seconds=parameter,
-    )
+    measured = replace(_device(device, times), page_fault_seconds_per_byte=faults)
     return Cluster(
         name=f"measured_{platform.node() or 'here'}",
         device=measured,

@@ -43,9 +43,7 @@ class Device:
     in any currency. `page_fault_seconds_per_byte` is what a byte costs that is taken anew from the operating system, which
     plans under a memory limit do for every tensor on CPUs (`execution.allocator`), `framework_seconds` what a kernel of a
     step costs beyond itself where the host does not run ahead of the device: modules, autograd, Python (CPUs),
-    `launch_seconds` what the host takes for a kernel of a step where it does (accelerators), and
-    `sharded_block_seconds` and `sharded_parameter_seconds` what a gather or reduction of a sharded block costs beside the
-    exchange, and more for each of its parameters (CPUs).
+    `launch_seconds` what the host takes for a kernel of a step where it does (accelerators).
     """
 
     name: str
@@ -57,8 +55,6 @@ class Device:
     process_bytes: int = 0
     page_fault_seconds_per_byte: float = 0.0
     framework_seconds: float = 0.0
-    sharded_block_seconds: float = 0.0
-    sharded_parameter_seconds: float = 0.0
     launch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -213,8 +209,6 @@ def _device(data: Any, *, name: str) -> Device:
         process_bytes=entries.take("process_bytes", parse_bytes, 0),
         page_fault_seconds_per_byte=entries.take("page_fault_seconds_per_byte", number, 0.0),
         framework_seconds=entries.take("framework_seconds", parse_seconds, 0.0),
-        sharded_block_seconds=entries.take("sharded_block_seconds", parse_seconds, 0.0),
-        sharded_parameter_seconds=entries.take("sharded_parameter_seconds", parse_seconds, 0.0),
         launch_seconds=entries.take("launch_seconds", parse_seconds, 0.0),
         price_per_hour=entries.take("price_per_hour", number, None),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -79,6 +80,11 @@ def refuse_momentum(optimizers: Sequence[Optimizer]) -> None:
 def destroy_process_group() -> None:
     """Destroy the process group, for `atexit`: Lightning does this for NCCL only; threads of a gloo group that outlives the
     interpreter can abort it.
+
+    A thread of the group still drops the tensors of the last collective call when that has returned, for which it needs the
+    interpreter, and trainers and models refer to the group in cycles: both are done with after a collection.
     """
     if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
+        gc.collect()

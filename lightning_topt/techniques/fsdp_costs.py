@@ -35,6 +35,10 @@ from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours
 # What sharded plans took on gloo above everything listed here, on ranks of 12 model families: up to 14 MiB, mostly 2 to 6
 # (benchmarks/strangers.py): work objects, small blocks between large ones. A reserve, not a model.
 RESERVE_BYTES = 8 << 20
+# What FSDP2's hooks and copies of views take beside a gather or a reduction of a block, and for each of its parameters, where
+# nothing hides them: read from steps of tiny blocks on two ranks (0.5 to 0.9 ms, 11 to 32 us). Measuring it in each calibration
+# takes up to a second, and with as many ranks as cores gives what ranks wait for one another.
+HOOK_SECONDS, HOOK_PARAMETER_SECONDS = 7.5e-4, 2.5e-5
 
 
 @dataclass(frozen=True)
@@ -202,8 +206,7 @@ def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock, *, replicated: 
     beside = 0.0 if step.on_gloo or step.mesh.size == 1 else step.cluster.overlap
     gather = step.collective_seconds("all_gather", block.flat, axes=block.axes)
     out = step.copy_seconds(block.flat) + step.taken_seconds(gathered_bytes(flat=block.flat, whole=block.whole))
-    device = step.cluster.device
-    hooks = device.sharded_block_seconds + device.sharded_parameter_seconds * len(block.parameters)
+    hooks = HOOK_SECONDS + HOOK_PARAMETER_SECONDS * len(block.parameters) if step.on_gloo else 0.0
     out += hooks
     for when in (0, 1) if block.level == 3 and block.name != ROOT else (0,):
         hidden = beside if block.name != ROOT or when else 0.0  # nothing runs beside the root's, which comes first

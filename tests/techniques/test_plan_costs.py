@@ -14,6 +14,7 @@ from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Amount
 from lightning_topt.plan.presets import describe_config
+from lightning_topt.techniques import fsdp_costs
 from lightning_topt.techniques.explain import explain
 from lightning_topt.techniques.plan_costs import PlanCosts
 from tests.costs.graphs import cluster_of, profile_of, random_graph
@@ -201,14 +202,16 @@ def test_returned_memory_costs_its_page_faults(level):
 
 
 @pytest.mark.parametrize(("level", "gathers"), [(0, 0), (2, 1), (3, 2)])
-def test_sharded_blocks_cost_the_host_time(level, gathers):
+def test_sharded_blocks_cost_the_host_time(monkeypatch, level, gathers):
     """For each gather and each reduction; the root has one of both at every level."""
     graph = random_graph(3, num_blocks=4)
     given = arguments(graph, 2, overlap=0.0, backend="gloo")
     configs = {b.name: OpConfig.zero(min(level, 2) if not b.name else level) for b in graph.blocks}
+    monkeypatch.setattr(fsdp_costs, "HOOK_SECONDS", 0.0)
+    monkeypatch.setattr(fsdp_costs, "HOOK_PARAMETER_SECONDS", 0.0)
     free = explained(graph, configs, **given)
-    device = replace(given["cluster"].device, sharded_block_seconds=1.0, sharded_parameter_seconds=0.1)
-    given["cluster"] = replace(given["cluster"], device=device)
+    monkeypatch.setattr(fsdp_costs, "HOOK_SECONDS", 1.0)
+    monkeypatch.setattr(fsdp_costs, "HOOK_PARAMETER_SECONDS", 0.1)
     own = {b.name: [p for p in graph.parameters if p.block == b.name] for b in graph.blocks}
     expected = 0.0
     for name, parameters in own.items():

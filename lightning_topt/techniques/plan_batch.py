@@ -13,7 +13,7 @@ from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.lifetimes import UPDATE
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.plan_costs import PlanCosts, network_delay
-from lightning_topt.techniques.technique import ALONE, Neighbours, Technique
+from lightning_topt.techniques.technique import Neighbours, Technique
 
 Rows = NDArray[np.intp]
 
@@ -63,7 +63,7 @@ class PlanBatch:
         for rows, beside in self._by_neighbours():
             for block, (name, legal) in enumerate(self.configs.items()):
                 chosen, which = np.unique(self.plans[rows, block], return_inverse=True)
-                sizes = [costs.block_memory(name, legal[c], _near(legal[c], beside[name])) for c in chosen.tolist()]
+                sizes = [costs.block_memory(name, legal[c], beside[name]) for c in chosen.tolist()]
                 total[rows] += np.stack(sizes)[which]
         return np.asarray(total.max(axis=1))
 
@@ -90,22 +90,8 @@ class PlanBatch:
 
     @cached_property
     def _by_technique(self) -> list[dict[Technique, frozenset[str]]]:
-        """The blocks that each technique places in each plan; see `PlanCosts.by_technique`."""
-        placed = [[(name, self.costs.techniques(c)) for c in legal] for name, legal in self.configs.items()]
-        found = []
-        for plan in self.plans.tolist():
-            blocks: dict[Technique, list[str]] = {}
-            for legal, index in zip(placed, plan, strict=True):
-                name, techniques = legal[index]
-                for technique in techniques:
-                    blocks.setdefault(technique, []).append(name)
-            found.append({technique: frozenset(names) for technique, names in blocks.items()})
-        return found
+        return [self.costs.by_technique(self.configs_of(row)) for row in range(len(self.plans))]
 
     @cached_property
     def _plan_seconds(self) -> Array:
         return np.array([self.costs.shared_seconds(placed) for placed in self._by_technique])
-
-
-def _near(config: OpConfig, beside: Neighbours) -> Neighbours:
-    return beside if config.storage.sharded_axes("gradients") else ALONE

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 SCOPES = ("intra", "inter")  # inside a node, between nodes
 DATA_AXES = ("data", "data_replicate", "data_shard")  # the batch is split along these
+TENSOR_AXES = ("tensor", "tensor_rows", "tensor_columns", "tensor_tokens")  # operators are split along these
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Mesh:
     def data_axes(self) -> tuple[int, ...]:
         """Indices of the axes along which the batch is split."""
         return tuple(index for index, name in enumerate(self.names) if name in DATA_AXES)
+
+    @property
+    def tensor_axes(self) -> tuple[int, ...]:
+        """Indices of the axes along which operators are split."""
+        return tuple(index for index, name in enumerate(self.names) if name in TENSOR_AXES)
 
     @property
     def data_parallel_size(self) -> int:

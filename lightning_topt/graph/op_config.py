@@ -32,12 +32,15 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Every rank of the axis holds one slice along `dim`."""
+    """Every rank of the axis holds one slice along `dim`; of `parts` equal parts of it, one slice each (queries, keys and
+    values in one matrix).
+    """
 
     dim: int = 0
+    parts: int = 1
 
     def __str__(self) -> str:
-        return f"shard({self.dim})"
+        return f"shard({self.dim})" if self.parts == 1 else f"shard({self.dim}, parts={self.parts})"
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,17 @@ class Partial:
 
 Placement = Replicate | Shard | Partial
 Placements = tuple[Placement, ...]  # one per axis of the mesh
-_SHARD = re.compile(r"shard\(([0-9]{1,3})\)")
+_SHARD = re.compile(r"shard\(([0-9]{1,3})(?:, ?parts=([1-9][0-9]{0,3}))?\)")
 
 
 def parse_placement(text: object) -> Placement:
-    """Read ``"replicate"``, ``"partial"`` or ``"shard(0)"``. Raises ValueError on anything else."""
+    """Read ``"replicate"``, ``"partial"``, ``"shard(0)"`` or ``"shard(0, parts=3)"``. Raises ValueError on anything else."""
     if text == "replicate":
         return Replicate()
     if text == "partial":
         return Partial()
     if isinstance(text, str) and (found := _SHARD.fullmatch(text)):
-        return Shard(int(found[1]))
+        return Shard(int(found[1]), int(found[2] or 1))
     raise ValueError(f"{reprlib.repr(text)} is not a placement; write 'replicate', 'partial' or 'shard(0)'")
 
 

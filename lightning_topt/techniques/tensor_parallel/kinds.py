@@ -1,0 +1,173 @@
+"""The table of kinds says which placements along one tensor axis a torch function admits. The search and the run both read it.
+
+A row of a kind names a placement for every tensor argument and every result. That all arguments are whole, and so all results,
+is always a row and is not listed. Two rules hold for all kinds:
+
+    an argument that is whole in a row with a sharded one is used differently by each rank: its gradient is a sum over them
+    a Partial result is summed at once, before anything reads it
+
+With several axes a row is chosen for each; a dim may be cut by several of them, the outer ones first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_topt.graph.op_config import Placement, Shard
+from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, cut
+from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
+
+
+class Operand(NamedTuple):
+    """A tensor argument by its `place` among them; `shape` is that of the whole tensor."""
+
+    place: int
+    shape: tuple[int, ...]
+
+
+class Row(NamedTuple):
+    """Placements along one axis: of the tensor arguments, in the order of the call, and of the results.
+
+    `added`: the argument that is added to the result once that is summed (a bias), not given to the function.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    added: int | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call whose tensor arguments are `Operand`s, those in lists and tuples too. `parts` are those that shards may have."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[Operand, ...]
+    parts: tuple[int, ...] = (1,)
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        """Return the argument given by position or by name."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    def whole(self) -> list[Placement]:
+        """Return Replicate for every operand, to be changed."""
+        return [REPLICATE] * len(self.operands)
+
+    def row(self, placed: dict[Operand, Placement], *outputs: Placement, added: Operand | None = None) -> Row:
+        """Return a row with the named operands placed, and all others whole."""
+        inputs = self.whole()
+        for operand, placement in placed.items():
+            inputs[operand.place] = placement
+        return Row(tuple(inputs), outputs, None if added is None else added.place)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A call on local tensors: `call` with whole shapes, `args` and `kwargs` with local tensors, layouts of both ends.
+
+    `outputs` are the placements of every result on every axis of `axes`.
+    """
+
+    call: Call
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[tuple[Placement, ...], ...]
+    axes: TensorAxes
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        """Return the local argument given by position or by name."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    def local_shape(self, shape: Sequence[int], output: int = 0) -> tuple[int, ...]:
+        """Return the local shape of a result whose whole one is `shape`."""
+        if not self.outputs:
+            return tuple(shape)
+        return Layout(tuple(shape), self.outputs[output]).local_shape(self.axes.sizes)
+
+    def ranks_along(self, operand: int, dim: int) -> int:
+        """Return into how many slices the argument is cut along `dim`."""
+        placements = zip(self.inputs[operand].placements, self.axes.sizes, strict=True)
+        return math.prod(
+            size for placement, size in placements if isinstance(placement, Shard) and placement.dim == dim
+        )
+
+    def cut_like(self, whole: Tensor, operand: int) -> Tensor:
+        """Return the slice of `whole`, equal on all ranks, that belongs to the argument's local tensor."""
+        for axis, placement in enumerate(self.inputs[operand].placements):
+            if isinstance(placement, Shard):
+                whole = cut(whole, placement, index=self.axes.coordinates[axis], count=self.axes.sizes[axis])
+        return whole
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A `Kind` says what functions admit and how they run on local tensors.
+
+    rows   yields the rows for an axis of so many ranks
+    run    returns what the call on local tensors returns; by default the function itself is called
+    """
+
+    name: str
+    rows: Callable[[Call, int], Iterable[Row]]
+    run: Callable[[Placed], Any] | None = None
+    functions: list[Callable[..., Any]] = field(default_factory=list, compare=False)
+
+
+KINDS: dict[Callable[..., Any], Kind] = {}
+
+
+def register(kind: Kind, functions: Iterable[Callable[..., Any] | None]) -> None:
+    """Enter `functions` as of `kind`; None for one that this release of torch lacks."""
+    for function in functions:
+        if function is not None:
+            assert KINDS.get(function, kind) is kind, f"{function} is of two kinds"
+            KINDS[function] = kind
+            kind.functions.append(function)
+
+
+def named(names: str, *places: Any) -> Iterator[Callable[..., Any] | None]:
+    """Yield the functions of these names (separated by blanks) in any of `places`, as function and as method."""
+    for name in names.split():
+        yield from (getattr(place, name, None) for place in places)
+
+
+def positive(dim: int, ndim: int) -> int:
+    """Return `dim` counted from the front."""
+    return dim + ndim if dim < 0 else dim
+
+
+def divides(size: int, ranks: int, parts: int = 1) -> bool:
+    """Return whether `parts` equal parts of `size` can be cut for `ranks` ranks."""
+    return size > 0 and size % (ranks * parts) == 0
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among `values` and in lists and tuples among them, in order."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from tensors_in(value)
+
+
+def replaced(value: Any, new: Sequence[Any], *, of: type) -> Any:
+    """Return `value` with every instance of `of` (a tensor or an operand) replaced by the next of `new`."""
+    rest = iter(new)
+
+    def visit(item: Any) -> Any:
+        if isinstance(item, of):
+            return next(rest)
+        if type(item) is list:
+            return [visit(one) for one in item]
+        if type(item) is tuple:
+            return tuple(visit(one) for one in item)
+        return item
+
+    return visit(value)

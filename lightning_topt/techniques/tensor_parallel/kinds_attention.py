@@ -1,0 +1,101 @@
+"""Attention over split heads, and the loss over a split vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_topt.graph.op_config import Placement, Shard
+from lightning_topt.techniques.tensor_parallel import moves
+from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Operand, Placed, Row, divides, register
+from lightning_topt.techniques.tensor_parallel.layout import REPLICATE
+
+
+def _attention_rows(call: Call, ranks: int) -> Iterator[Row]:
+    """Queries, keys and values (..., head, step, channel): all dims before the steps may be split. Heads may be grouped."""
+    query, key, value = (call.get(index, name) for index, name in enumerate(("query", "key", "value")))
+    mask = call.get(3, "attn_mask")
+    for dim in range(len(query.shape) - 2):
+        sizes = {operand.shape[dim] for operand in (query, key, value)}
+        grouped = dim == len(query.shape) - 3 and call.kwargs.get("enable_gqa", False)
+        if not all(divides(size, ranks) for size in sizes) or (len(sizes) > 1 and not grouped):
+            continue
+        placed: dict[Operand, Placement] = dict.fromkeys((query, key, value), Shard(dim))
+        if isinstance(mask, Operand):
+            own = dim - (len(query.shape) - len(mask.shape))
+            if own >= 0 and mask.shape[own] == query.shape[dim]:
+                placed[mask] = Shard(own)
+        yield call.row(placed, Shard(dim))
+
+
+def _run_attention(placed: Placed) -> Tensor:
+    """With dropout, step by step: each rank drops what one process would drop of its heads."""
+    dropout = placed.get(4, "dropout_p", 0.0)
+    if not dropout:
+        result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
+        return result
+    query, key, value = (placed.get(index, name) for index, name in enumerate(("query", "key", "value")))
+    mask, causal, scale = placed.get(3, "attn_mask"), placed.get(5, "is_causal", False), placed.kwargs.get("scale")
+    if placed.kwargs.get("enable_gqa", False):
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (tensor.repeat_interleave(repeats, -3) for tensor in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    whole = (*placed.inputs[0].shape[:-1], key.shape[-2])
+    noise = F.dropout(torch.ones(whole, dtype=weights.dtype, device=weights.device), dropout)
+    mixed: Tensor = (weights * placed.cut_like(noise, 0)) @ value
+    return mixed
+
+
+def _loss_rows(call: Call, ranks: int) -> Iterator[Row]:
+    """Logits (sample, class) by class; plain class indices only."""
+    logits, target = call.get(0, "input"), call.get(1, "target")
+    plain = call.get(2, "weight") is None and not call.get(7, "label_smoothing", 0.0)
+    if plain and len(logits.shape) == 2 and len(target.shape) == 1 and divides(logits.shape[1], ranks):
+        yield call.row({logits: Shard(1)}, REPLICATE)
+
+
+def _run_loss(placed: Placed) -> Tensor:
+    """The logits stay where they are: three sums over ranks of one number per sample (Shoeybi et al., section 3)."""
+    logits: Tensor = placed.get(0, "input")
+    target: Tensor = placed.get(1, "target")
+    if placed.ranks_along(0, 1) == 1:
+        result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
+        return result
+    ignored, reduction = placed.get(4, "ignore_index", -100), placed.get(6, "reduction", "mean")
+    axes = placed.axes
+    cut = [axis for axis, placement in enumerate(placed.inputs[0].placements) if placement == Shard(1)]
+    first, length = 0, placed.inputs[0].shape[1]
+    for axis in cut:
+        length //= axes.sizes[axis]
+        first += axes.coordinates[axis] * length
+    highest = logits.detach().amax(1)
+    for axis in cut:
+        axes.note("all_reduce", axis, highest)
+        if (group := axes.groups[axis]) is not None:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    shifted = logits - highest.unsqueeze(1)
+    own = (target >= first) & (target < first + length)
+    at_target = shifted.gather(1, torch.where(own, target - first, 0).unsqueeze(1)).squeeze(1) * own
+    total = shifted.exp().sum(1)
+    for axis in cut:
+        total, at_target = moves.reduce(total, axes, axis), moves.reduce(at_target, axes, axis)
+    kept = target != ignored
+    losses: Tensor = (total.log() - at_target) * kept
+    if reduction == "none":
+        return losses
+    return losses.sum() / kept.sum() if reduction == "mean" else losses.sum()
+
+
+ATTENTION = Kind("attention", _attention_rows, _run_attention)
+LOSS = Kind("cross entropy", _loss_rows, _run_loss)
+register(ATTENTION, (F.scaled_dot_product_attention,))
+register(LOSS, (F.cross_entropy,))

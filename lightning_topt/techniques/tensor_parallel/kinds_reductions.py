@@ -1,0 +1,101 @@
+"""Functions that read along some dims: sums, softmax, norms. The other dims may be split; a sum may be left in summands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_topt.graph.op_config import Placement, Shard
+from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Placed, Row, divides, named, positive, register
+from lightning_topt.techniques.tensor_parallel.layout import PARTIAL
+
+
+def _dims(call: Call) -> set[int]:
+    """The dims that are reduced."""
+    ndim = len(call.operands[0].shape)
+    given = call.get(1, "dim", call.kwargs.get("axis"))
+    if given is None or isinstance(given, torch.dtype):
+        return {*range(ndim)}
+    dims = [given] if isinstance(given, int) else given
+    return {positive(dim, ndim) for dim in dims} or {*range(ndim)}
+
+
+def _kept_rows(call: Call, ranks: int) -> Iterator[Row]:
+    x, reduced, kept = call.operands[0], _dims(call), bool(call.get(2, "keepdim", False))
+    for dim, size in enumerate(x.shape):
+        if dim not in reduced:
+            target = dim if kept else dim - sum(each < dim for each in reduced)
+            for parts in call.parts:
+                if divides(size, ranks, parts):
+                    yield call.row({x: Shard(dim, parts)}, Shard(target, parts))
+
+
+def _sum_rows(call: Call, ranks: int) -> Iterator[Row]:
+    yield from _kept_rows(call, ranks)
+    x = call.operands[0]
+    for dim in _dims(call):
+        for parts in call.parts:
+            if divides(x.shape[dim], ranks, parts):
+                yield call.row({x: Shard(dim, parts)}, PARTIAL)
+
+
+def _run_mean(placed: Placed) -> Tensor:
+    """The mean of the local elements, as a summand of the mean of all."""
+    cut = 1
+    for dim in _dims(placed.call):
+        cut *= placed.ranks_along(0, dim)
+    mean: Tensor = placed.call.func(*placed.args, **placed.kwargs)
+    return mean / cut if cut > 1 else mean
+
+
+def _along_rows(call: Call, ranks: int) -> Iterator[Row]:
+    """One dim is read, and all dims stay."""
+    x = call.operands[0]
+    along = positive(call.get(1, "dim", -1), len(x.shape))
+    for dim, size in enumerate(x.shape):
+        for parts in call.parts:
+            if dim != along and divides(size, ranks, parts):
+                yield call.row({x: Shard(dim, parts)}, Shard(dim, parts))
+
+
+def _norm_rows(call: Call, ranks: int) -> Iterator[Row]:
+    """Layer norm and RMS norm: the normalized dims are whole."""
+    x, shape = call.operands[0], call.get(1, "normalized_shape")
+    for dim, size in enumerate(x.shape[: len(x.shape) - len(shape)]):
+        for parts in call.parts:
+            if divides(size, ranks, parts):
+                yield call.row({x: Shard(dim, parts)}, Shard(dim, parts))
+
+
+def _group_norm_rows(call: Call, ranks: int) -> Iterator[Row]:
+    x, count = call.operands[0], call.get(1, "num_groups")
+    if divides(x.shape[0], ranks):
+        yield call.row({x: Shard(0)}, Shard(0))
+    if divides(count, ranks):
+        placed: dict[Any, Placement] = {operand: Shard(0) for operand in call.operands[1:]}
+        yield call.row({x: Shard(1), **placed}, Shard(1))
+
+
+def _run_group_norm(placed: Placed) -> Tensor:
+    count = placed.call.get(1, "num_groups") // placed.ranks_along(0, 1)
+    weight, bias, eps = placed.get(2, "weight"), placed.get(3, "bias"), placed.get(4, "eps", 1e-5)
+    return F.group_norm(placed.get(0, "input"), count, weight, bias, eps)
+
+
+SUM = Kind("sum", _sum_rows)
+MEAN = Kind("mean", _sum_rows, _run_mean)
+KEPT = Kind("reduction", _kept_rows)
+ALONG = Kind("softmax", _along_rows)
+NORM = Kind("norm", _norm_rows)
+GROUP_NORM = Kind("group norm", _group_norm_rows, _run_group_norm)
+register(SUM, named("sum", torch, Tensor))
+register(MEAN, named("mean", torch, Tensor))
+register(KEPT, named("amax amin prod logsumexp any all argmax argmin", torch, Tensor))
+register(ALONG, named("softmax log_softmax softmin", torch, Tensor, F))
+register(ALONG, named("cumsum cumprod", torch, Tensor))
+register(NORM, (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm))
+register(GROUP_NORM, (F.group_norm,))

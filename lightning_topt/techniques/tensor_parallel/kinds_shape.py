@@ -1,0 +1,329 @@
+"""Functions that change shapes only: reshapes of heads, transposes, cuts and joins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_topt.graph.op_config import Placement, Shard
+from lightning_topt.techniques.tensor_parallel.kinds import (
+    Call,
+    Kind,
+    Placed,
+    Row,
+    divides,
+    named,
+    positive,
+    register,
+)
+
+
+def sizes_of(call: Call) -> tuple[int, ...]:
+    """Return the sizes given to a function as a sequence or as several numbers."""
+    sizes = call.args[1:]
+    if not sizes:
+        sizes = next(call.kwargs[name] for name in ("size", "shape", "sizes", "repeats") if name in call.kwargs)
+    if len(sizes) == 1 and not isinstance(sizes[0], int):
+        sizes = sizes[0]
+    return tuple(sizes)
+
+
+def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return the dims of `old` and `new` shape in runs that hold the same elements, smallest runs first."""
+    found, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        first, second = [i] if i < len(old) else [], [j] if j < len(new) else []
+        a, b = math.prod(old[d] for d in first), math.prod(new[d] for d in second)
+        i, j = i + len(first), j + len(second)
+        while a != b:
+            if a < b:
+                a, i = a * old[i], i + 1
+                first.append(i - 1)
+            else:
+                b, j = b * new[j], j + 1
+                second.append(j - 1)
+        found.append((first, second))
+    return found
+
+
+def _new_shape(call: Call) -> tuple[int, ...]:
+    """Return the whole shape that the call makes."""
+    shape = call.operands[0].shape
+    name = call.func.__name__
+    if name in ("view", "reshape"):
+        sizes = sizes_of(call)
+        known = math.prod(size for size in sizes if size != -1)
+        return tuple(math.prod(shape) // known if size == -1 else size for size in sizes)
+    if name in ("view_as", "reshape_as"):
+        return call.operands[1].shape
+    if name == "flatten":
+        first, last = (positive(call.get(i, n, d), len(shape)) for i, n, d in ((1, "start_dim", 0), (2, "end_dim", -1)))
+        return (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
+    if name == "unflatten":
+        dim, sizes = positive(call.get(1, "dim"), len(shape)), call.get(2, "sizes")
+        known = math.prod(size for size in sizes if size != -1)
+        return (*shape[:dim], *(shape[dim] // known if size == -1 else size for size in sizes), *shape[dim + 1 :])
+    return (math.prod(shape),)  # ravel
+
+
+def _reshape_rows(call: Call, ranks: int) -> Iterator[Row]:
+    """A dim that is split goes on in the dim of the new shape in which its pieces are as coarse."""
+    x = call.operands[0]
+    if len(call.args) > 1 and isinstance(call.args[1], torch.dtype):
+        return
+    new = _new_shape(call)
+    if 0 in x.shape:
+        return
+    for old_dims, new_dims in groups(x.shape, new):
+        for dim in old_dims:
+            for parts in call.parts if divides(x.shape[dim], ranks) else ():
+                target = _goes_on(x.shape, old_dims, dim, parts, new, new_dims, ranks)
+                if target is not None:
+                    yield call.row({x: Shard(dim, parts)}, target)
+
+
+def _goes_on(
+    old: Sequence[int],
+    old_dims: Sequence[int],
+    dim: int,
+    parts: int,
+    new: Sequence[int],
+    new_dims: Sequence[int],
+    ranks: int,
+) -> Shard | None:
+    coarse = parts * math.prod(
+        old[d] for d in old_dims if d < dim
+    )  # of the run: how many parts, each cut for the ranks
+    found, before = None, 1
+    for target in new_dims:
+        if coarse % before == 0 and new[target] > 1 and divides(new[target], ranks, coarse // before):
+            found = Shard(target, coarse // before)
+        before *= new[target]
+    return found
+
+
+def _run_reshape(placed: Placed) -> Tensor:
+    shape = placed.local_shape(_new_shape(placed.call))
+    x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
+    return x.view(shape) if placed.call.func.__name__.startswith("view") else x.reshape(shape)
+
+
+def _order(call: Call) -> tuple[int, ...]:
+    """Return which dim of the argument each dim of the result is."""
+    ndim = len(call.operands[0].shape)
+    labels = torch.empty_strided((1,) * ndim, tuple(range(ndim)), device="meta")
+    args = (labels, *call.args[1:]) if call.args else ()
+    kwargs = {key: labels if key == "input" else value for key, value in call.kwargs.items()}
+    result = call.func(*args, **kwargs)
+    return tuple(result.stride())
+
+
+def _permute_rows(call: Call, ranks: int) -> Iterator[Row]:
+    x, order = call.operands[0], _order(call)
+    for target, dim in enumerate(order):
+        for parts in call.parts:
+            if divides(x.shape[dim], ranks, parts):
+                yield call.row({x: Shard(dim, parts)}, Shard(target, parts))
+
+
+def _squeeze_rows(call: Call, ranks: int) -> Iterator[Row]:
+    x, name = call.operands[0], call.func.__name__
+    ndim = len(x.shape)
+    kept = [*range(ndim)]
+    if name.startswith("squeeze"):
+        dims = call.get(1, "dim", [d for d in kept if x.shape[d] == 1])
+        gone = {positive(d, ndim) for d in ([dims] if isinstance(dims, int) else dims)}
+        kept = [d for d in kept if d not in gone or x.shape[d] != 1]
+        places = {d: index for index, d in enumerate(kept)}
+    else:
+        new = positive(call.get(1, "dim"), ndim + 1)
+        places = {d: d + (d >= new) for d in kept}
+    for dim, target in places.items():
+        for parts in call.parts if divides(x.shape[dim], ranks) else ():
+            if divides(x.shape[dim], ranks, parts):
+                yield call.row({x: Shard(dim, parts)}, Shard(target, parts))
+
+
+def _expanded(call: Call) -> tuple[int, ...]:
+    shape = call.operands[0].shape
+    if call.func.__name__ == "expand_as":
+        return call.operands[1].shape
+    sizes = sizes_of(call)
+    new = len(sizes) - len(shape)
+    return tuple(shape[d - new] if size == -1 else size for d, size in enumerate(sizes))
+
+
+def _expand_rows(call: Call, ranks: int) -> Iterator[Row]:
+    x, shape = call.operands[0], _expanded(call)
+    new = len(shape) - len(x.shape)
+    for dim, size in enumerate(x.shape):
+        if size == shape[dim + new] and divides(size, ranks):
+            placed: dict[Any, Placement] = {x: Shard(dim)}
+            yield call.row(placed, Shard(dim + new))
+
+
+def _run_expand(placed: Placed) -> Tensor:
+    x: Tensor = placed.args[0]
+    return x.expand(placed.local_shape(_expanded(placed.call)))
+
+
+def _repeat_interleave_rows(call: Call, ranks: int) -> Iterator[Row]:
+    x, repeats, dim = call.operands[0], call.get(1, "repeats"), call.get(2, "dim")
+    if not isinstance(repeats, int) or dim is None:
+        return
+    for d, size in enumerate(x.shape):
+        if divides(size, ranks):
+            yield call.row({x: Shard(d)}, Shard(d))
+
+
+def _cat_rows(call: Call, ranks: int) -> Iterator[Row]:
+    """Tensors joined along the dim they are split along are parts of the result, where they are equally large."""
+    ndim = len(call.operands[0].shape)
+    if any(len(operand.shape) != ndim for operand in call.operands):
+        return
+    along = positive(call.get(1, "dim", 0), ndim)
+    for dim in range(ndim):
+        sizes = {operand.shape[dim] for operand in call.operands}
+        if len(sizes) == 1 and divides(min(sizes), ranks):
+            placed: dict[Any, Placement] = {operand: Shard(dim) for operand in call.operands}
+            yield call.row(placed, Shard(dim, len(call.operands) if dim == along else 1))
+
+
+def _stack_rows(call: Call, ranks: int) -> Iterator[Row]:
+    shape = call.operands[0].shape
+    new = positive(call.get(1, "dim", 0), len(shape) + 1)
+    for dim, size in enumerate(shape):
+        if divides(size, ranks):
+            placed: dict[Any, Placement] = {operand: Shard(dim) for operand in call.operands}
+            yield call.row(placed, Shard(dim + (dim >= new)))
+
+
+def _lengths(call: Call) -> tuple[int, list[int]]:
+    """Return the dim, and the sizes of the pieces."""
+    shape, name = call.operands[0].shape, call.func.__name__
+    dim = positive(call.get(2, "dim", 0), len(shape))
+    given, size = call.args[1] if len(call.args) > 1 else None, shape[dim]
+    if name == "chunk":
+        given = -(-size // (call.kwargs["chunks"] if given is None else given))
+    elif given is None:
+        given = next(
+            call.kwargs[key] for key in ("split_size", "split_size_or_sections", "split_sizes") if key in call.kwargs
+        )
+    if isinstance(given, int):
+        return dim, [min(given, size - start) for start in range(0, size, given)]
+    return dim, [*given]
+
+
+def _split_rows(call: Call, ranks: int) -> Iterator[Row]:
+    x = call.operands[0]
+    along, lengths = _lengths(call)
+    for dim, size in enumerate(x.shape):
+        if dim != along and divides(size, ranks):
+            yield call.row({x: Shard(dim)}, *(Shard(dim) for _ in lengths))
+    for parts in call.parts:
+        per_piece = parts // len(lengths)
+        if parts % len(lengths) == 0 and len({*lengths}) == 1 and divides(lengths[0], ranks, per_piece):
+            yield call.row({x: Shard(along, parts)}, *(Shard(along, per_piece) for _ in lengths))
+
+
+def _run_split(placed: Placed) -> Any:
+    along, lengths = _lengths(placed.call)
+    x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
+    ranks = placed.ranks_along(0, along)
+    return x.split([length // ranks for length in lengths], along)  # type: ignore[no-untyped-call]
+
+
+def _unbind_rows(call: Call, ranks: int) -> Iterator[Row]:
+    x = call.operands[0]
+    along = positive(call.get(1, "dim", 0), len(x.shape))
+    for dim, size in enumerate(x.shape):
+        if dim != along and divides(size, ranks):
+            yield call.row({x: Shard(dim)}, *(Shard(dim - (dim > along)) for _ in range(x.shape[along])))
+
+
+def _getitem_rows(call: Call, ranks: int) -> Iterator[Row]:
+    """Dims that are taken whole stay split."""
+    x, index = call.operands[0], call.args[1]
+    if len(call.operands) > 1:
+        return
+    items = [*index] if type(index) is tuple else [index]
+    if any(item is not None and item is not Ellipsis and not isinstance(item, slice | int) for item in items) or any(
+        isinstance(item, bool) for item in items
+    ):
+        return
+    used = sum(item is not None and item is not Ellipsis for item in items)
+    rest = [slice(None)] * (len(x.shape) - used)
+    at = items.index(Ellipsis) if Ellipsis in items else len(items)
+    items[at : at + 1] = rest
+    dim = target = 0
+    for item in items:
+        if item is None:
+            target += 1
+        elif isinstance(item, int):
+            dim += 1
+        else:
+            if item.indices(x.shape[dim]) == (0, x.shape[dim], 1):
+                for parts in call.parts:
+                    if divides(x.shape[dim], ranks, parts):
+                        yield call.row({x: Shard(dim, parts)}, Shard(target, parts))
+            dim, target = dim + 1, target + 1
+
+
+def _run_getitem(placed: Placed) -> Any:
+    """A slice from the start to the whole size is all of the local tensor too."""
+    x, index = placed.args
+    shape = placed.inputs[0].shape
+    items = [*index] if type(index) is tuple else [index]
+    used = sum(item is not None and item is not Ellipsis for item in items)
+    at = items.index(Ellipsis) if Ellipsis in items else len(items)
+    items[at : at + 1] = [slice(None)] * (len(shape) - used)
+    dim = 0
+    for place, item in enumerate(items):
+        if isinstance(item, slice) and item.indices(shape[dim]) == (0, shape[dim], 1):
+            items[place] = slice(None)
+        dim += item is not None
+    return x[tuple(items)]
+
+
+def _select_rows(call: Call, ranks: int) -> Iterator[Row]:
+    """One dim is indexed; the others may be split."""
+    x = call.operands[0]
+    along = positive(call.get(1, "dim"), len(x.shape))
+    removed = call.func.__name__ == "select"
+    for dim, size in enumerate(x.shape):
+        if dim != along and divides(size, ranks):
+            placed: dict[Any, Placement] = {x: Shard(dim)}
+            yield call.row(placed, Shard(dim - (removed and dim > along)))
+
+
+def _triangle_rows(call: Call, ranks: int) -> Iterator[Row]:
+    x = call.operands[0]
+    for dim, size in enumerate(x.shape[:-2]):
+        if divides(size, ranks):
+            yield call.row({x: Shard(dim)}, Shard(dim))
+
+
+RESHAPE = Kind("reshape", _reshape_rows, _run_reshape)
+PERMUTE = Kind("permute", _permute_rows)
+SQUEEZE = Kind("squeeze", _squeeze_rows)
+EXPAND = Kind("expand", _expand_rows, _run_expand)
+SPLIT = Kind("split", _split_rows, _run_split)
+register(RESHAPE, named("view reshape flatten unflatten ravel view_as reshape_as", torch, Tensor))
+register(PERMUTE, named("transpose permute t swapaxes swapdims movedim moveaxis adjoint", torch, Tensor))
+register(PERMUTE, (Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
+register(SQUEEZE, named("squeeze unsqueeze", torch, Tensor))
+register(EXPAND, named("expand expand_as broadcast_to", torch, Tensor))
+register(Kind("repeat_interleave", _repeat_interleave_rows), named("repeat_interleave", torch, Tensor))
+register(Kind("cat", _cat_rows), named("cat concat concatenate", torch))
+register(Kind("stack", _stack_rows), (torch.stack,))
+register(SPLIT, named("split chunk split_with_sizes", torch, Tensor))
+register(SPLIT, (torch.functional.split,))
+register(Kind("unbind", _unbind_rows), named("unbind", torch, Tensor))
+register(Kind("iteration", _unbind_rows, lambda placed: placed.args[0].unbind(0)), (Tensor.__iter__,))
+register(Kind("getitem", _getitem_rows, _run_getitem), (Tensor.__getitem__,))
+register(Kind("select", _select_rows), named("select narrow index_select", torch, Tensor))
+register(Kind("triangle", _triangle_rows), named("tril triu", torch, Tensor))

@@ -1,0 +1,89 @@
+"""A layout says where a tensor is on the tensor axes of a mesh, and how large it is as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_topt.graph.op_config import Partial, Placement, Replicate, Shard
+
+REPLICATE = Replicate()
+PARTIAL = Partial()
+_NAME = "_topt_layout"
+
+
+class Layout(NamedTuple):
+    """The `shape` of the whole tensor, and one placement per tensor axis."""
+
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+    def local_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of one rank's part; `sizes` are those of the axes."""
+        shape = [*self.shape]
+        for placement, size in zip(self.placements, sizes, strict=True):
+            if isinstance(placement, Shard):
+                shape[placement.dim] //= size
+        return tuple(shape)
+
+
+def layout_of(tensor: Any) -> Layout | None:
+    """Return the layout that `tensor` carries; None for what every rank has whole."""
+    return getattr(tensor, _NAME, None)
+
+
+def with_layout(tensor: Tensor, layout: Layout) -> Tensor:
+    """Make `tensor` carry `layout`, and return it."""
+    setattr(tensor, _NAME, layout)
+    return tensor
+
+
+def without_layout(tensor: Tensor) -> None:
+    """Make `tensor` a plain one again."""
+    if hasattr(tensor, _NAME):
+        delattr(tensor, _NAME)
+
+
+def check_divides(size: int, parts: int, ranks: int, *, what: str) -> None:
+    """Raise ValueError where `parts` equal parts of a dim of `size` cannot be cut for `ranks` ranks."""
+    if size % (parts * ranks):
+        pieces = f"{parts} parts for {ranks} ranks" if parts > 1 else f"{ranks} ranks"
+        raise ValueError(
+            f"{what} has size {size}, which does not divide into {pieces}; choose a number of ranks that divides it, or keep "
+            "it whole"
+        )
+
+
+def cut(tensor: Tensor, shard: Shard, *, index: int, count: int) -> Tensor:
+    """Return the `index`-th of `count` slices of `tensor` along ``shard.dim``: of each of its parts one, joined.
+
+    A view where there is one part.
+    """
+    size = tensor.shape[shard.dim]
+    length = size // (shard.parts * count)
+    if shard.parts == 1:
+        return tensor.narrow(shard.dim, index * length, length)
+    parts = _in_parts(tensor, shard)
+    return parts.narrow(shard.dim + 1, index * length, length).flatten(shard.dim, shard.dim + 1)
+
+
+def joined(slices: Sequence[Tensor], shard: Shard) -> Tensor:
+    """Return the whole tensor of all `slices` that `cut` makes."""
+    if shard.parts == 1:
+        return torch.cat(list(slices), shard.dim)
+    parts = [_in_parts(piece, shard) for piece in slices]
+    return torch.cat(parts, shard.dim + 1).flatten(shard.dim, shard.dim + 1)
+
+
+def _in_parts(tensor: Tensor, shard: Shard) -> Tensor:
+    parts: Tensor = tensor.unflatten(shard.dim, (shard.parts, -1))  # type: ignore[no-untyped-call]
+    return parts
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Return the number of elements."""
+    return math.prod(shape)

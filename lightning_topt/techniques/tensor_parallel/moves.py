@@ -1,0 +1,179 @@
+"""Collectives between placements along one tensor axis, each with its gradient. Shapes are local.
+
+    move             forward          backward                 source
+    enter            none             all-reduce               "f" of Shoeybi et al., arXiv 1909.08053, section 3
+    reduce           all-reduce       none                     "g" of the same
+    gather           all-gather       own slice                ranks read the whole in the same way
+    gather, shared   all-gather       reduce-scatter           "g" of Korthikanti et al., arXiv 2205.05198, section 4.2.2
+    scatter          reduce-scatter   all-gather               its conjugate
+    take             own slice        all-gather
+    exchange         all-to-all       all-to-all
+
+*shared*: every rank computes something else from the gathered tensor, so its gradients are summands of the whole one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
+from lightning_topt.graph.op_config import Shard
+from lightning_topt.techniques.tensor_parallel.layout import cut, joined
+from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
+
+
+def all_reduce(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
+    """Return the sum over the ranks of `axis`, a new tensor."""
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    axes.note("all_reduce", axis, result)
+    if (group := axes.groups[axis]) is not None:
+        dist.all_reduce(result, group=group)
+    return result
+
+
+def all_gather(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
+    """Return the whole tensor of all ranks' slices along ``shard.dim``."""
+    local = tensor.contiguous()
+    slices = local.new_empty((axes.sizes[axis], *local.shape))
+    axes.note("all_gather", axis, slices)
+    if (group := axes.groups[axis]) is not None:
+        all_gather_into(slices.view(-1), local.view(-1), group=group)
+    if shard.dim == 0 and shard.parts == 1:
+        return slices.flatten(0, 1)
+    return joined(slices.unbind(), shard)
+
+
+def reduce_scatter(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
+    """Return this rank's slice along ``shard.dim`` of the sum over ranks."""
+    count = axes.sizes[axis]
+    slices = torch.stack([cut(tensor, shard, index=index, count=count) for index in range(count)])
+    result = torch.empty_like(slices[0])
+    axes.note("reduce_scatter", axis, slices)
+    if (group := axes.groups[axis]) is not None:
+        reduce_scatter_into(result.view(-1), slices.view(-1), group=group)
+    return result
+
+
+def all_to_all(tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, axis: int) -> Tensor:
+    """Return the slice along ``target.dim`` of a tensor of which each rank has one along ``source.dim``."""
+    count = axes.sizes[axis]
+    slices = torch.stack([cut(tensor, target, index=index, count=count) for index in range(count)])
+    received = torch.empty_like(slices)
+    axes.note("all_to_all", axis, slices)
+    if (group := axes.groups[axis]) is not None:
+        dist.all_to_all_single(received, slices, group=group)
+    return joined(received.unbind(), source)
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
+        ctx.place = axes, axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return all_reduce(gradient, *ctx.place), None, None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
+        return all_reduce(tensor, axes, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shard: Shard, shared: bool, axes: TensorAxes, axis: int) -> Tensor:
+        ctx.shared, ctx.place = shared, (shard, axes, axis)
+        return all_gather(tensor, shard, axes, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        shard, axes, axis = ctx.place
+        if ctx.shared:
+            return reduce_scatter(gradient, shard, axes, axis), None, None, None, None
+        own = cut(gradient, shard, index=axes.coordinates[axis], count=axes.sizes[axis])
+        return own.contiguous(), None, None, None, None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
+        ctx.place = shard, axes, axis
+        return reduce_scatter(tensor, shard, axes, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return all_gather(gradient, *ctx.place), None, None, None
+
+
+class _Take(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
+        ctx.place = shard, axes, axis
+        return cut(tensor, shard, index=axes.coordinates[axis], count=axes.sizes[axis]).clone(
+            memory_format=torch.contiguous_format
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return all_gather(gradient, *ctx.place), None, None, None
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, axis: int) -> Tensor:
+        ctx.place = target, source, axes, axis
+        return all_to_all(tensor, source, target, axes, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return all_to_all(gradient, *ctx.place), None, None, None, None
+
+
+def enter(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
+    """Return `tensor`, which all ranks have whole, for different use on each: its gradient is the sum of theirs."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    entered: Tensor = _Enter.apply(tensor, axes, axis)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def reduce(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
+    """Return the sum of the ranks' summands, whole on each."""
+    result: Tensor = _Reduce.apply(tensor, axes, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int, *, shared: bool) -> Tensor:
+    """Return the whole tensor; `shared`: for different use on each rank."""
+    result: Tensor = _Gather.apply(tensor, shard, shared, axes, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def scatter(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
+    """Return this rank's slice of the sum of the ranks' summands."""
+    result: Tensor = _Scatter.apply(tensor, shard, axes, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def take(tensor: Tensor, shard: Shard, axes: TensorAxes, axis: int) -> Tensor:
+    """Return this rank's slice of a tensor that all have whole."""
+    result: Tensor = _Take.apply(tensor, shard, axes, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def exchange(tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, axis: int) -> Tensor:
+    """Return this rank's slice along another dim."""
+    result: Tensor = _Exchange.apply(tensor, source, target, axes, axis)  # type: ignore[no-untyped-call]
+    return result

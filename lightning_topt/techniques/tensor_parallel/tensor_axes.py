@@ -1,0 +1,80 @@
+"""The place of this rank on the tensor axes of a mesh, and the process groups along them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from lightning_topt.communication.rank_watch import time_limit
+from lightning_topt.graph.mesh_axes import Mesh
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One call of `op` along an axis (index), on a tensor of `size` bytes: what one rank gives or, for a gather, gets."""
+
+    op: str
+    axis: int
+    size: int
+
+
+@dataclass(frozen=True)
+class TensorAxes:
+    """The tensor axes of a mesh, outermost first, as one rank sees them: `sizes`, its `coordinates`, the `groups` it is in.
+
+    Without groups (None) collectives only have shapes: a rank that is looked at, not run. `calls`, where it is a list, gets
+    every collective call of a step, forward and backward.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    coordinates: tuple[int, ...]
+    groups: tuple[dist.ProcessGroup | None, ...]
+    calls: list[CollectiveCall] | None = field(default=None, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def note(self, op: str, axis: int, whole: torch.Tensor) -> None:
+        """Remember a call on `whole`, the larger one of what is given and what is got."""
+        if self.calls is not None:
+            self.calls.append(CollectiveCall(op, axis, whole.numel() * whole.element_size()))
+
+    @classmethod
+    def of_mesh(cls, mesh: Mesh, *, rank: int) -> TensorAxes:
+        """Return the axes as `rank` sees them, without groups."""
+        axes = mesh.tensor_axes
+        coordinates = tuple(rank // mesh.stride([axis]) % mesh.shape[axis] for axis in axes)
+        return cls(
+            tuple(mesh.names[axis] for axis in axes),
+            tuple(mesh.shape[axis] for axis in axes),
+            coordinates,
+            (None,) * len(axes),
+        )
+
+    @classmethod
+    def with_groups(cls, mesh: Mesh) -> TensorAxes:
+        """Return the axes as this rank sees them. A collective call: groups are made in the same order on all ranks."""
+        alone = cls.of_mesh(mesh, rank=dist.get_rank())
+        groups = tuple(group_along(mesh, [axis]) for axis in mesh.tensor_axes)
+        return cls(alone.names, alone.sizes, alone.coordinates, groups)
+
+
+def rows_along(mesh: Mesh, axes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the ranks of each group along `axes` (indices), in order."""
+    ranks = torch.arange(mesh.size).view(mesh.shape)
+    others = [axis for axis in range(len(mesh.axes)) if axis not in axes]
+    yield from ranks.permute(*others, *axes).reshape(-1, mesh.ranks_along(axes)).tolist()
+
+
+def group_along(mesh: Mesh, axes: Sequence[int]) -> dist.ProcessGroup | None:
+    """Return the group along `axes` (indices) that this rank is in, a new one. A collective call of all ranks."""
+    own = None
+    for ranks in rows_along(mesh, axes):
+        group = dist.new_group(ranks, timeout=time_limit())
+        if dist.get_rank() in ranks:
+            own = group
+    return own

@@ -1,0 +1,69 @@
+"""A module split over ranks against the same module on one of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import Placement, Replicate
+from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
+from lightning_topt.techniques.tensor_parallel.split_parameters import join_parameters, split_parameters
+from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
+
+Placements = Mapping[str, tuple[Placement, ...]]
+
+
+def compare(
+    rank: int, make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], placements: Placements, mesh: Mesh
+) -> dict[str, float]:
+    """Largest difference of the loss ("loss"), of every gradient (relative to its largest element) and of every buffer.
+
+    `placements` are those of parameters whose name ends so; all others are whole. "whole calls": functions that got whole
+    tensors because no row fits them.
+    """
+    torch.manual_seed(1)
+    module = make()
+    alone = copy.deepcopy(module)
+    torch.manual_seed(2)
+    expected = loss_of(alone)
+    expected.backward()  # type: ignore[no-untyped-call]
+    axes = TensorAxes.with_groups(mesh)
+    parameters = dict(module.named_parameters())
+    whole = (Replicate(),) * len(axes)
+    chosen = {name: next((p for end, p in placements.items() if name.endswith(end)), whole) for name in parameters}
+    assert all(any(name.endswith(end) for name in parameters) for end in placements), "a placement of no parameter"
+    split = split_parameters(parameters, chosen, axes)
+    assert all(tuple(p.shape) == how.local_shape for p, how in split.items())
+    mode = SplitMode(axes)
+    torch.manual_seed(2)
+    with mode:
+        loss = loss_of(module)
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {"loss": float((loss - expected).detach().abs() / expected.detach().abs())}
+    others = dict(alone.named_parameters())
+    for name, parameter in parameters.items():
+        want, got = others[name].grad, parameter.grad
+        if want is None or got is None:
+            assert want is got, f"{name} has a gradient on one side only"
+            continue
+        got = split[parameter].whole(got) if parameter in split else got
+        found[name] = float((got - want).abs().max() / want.abs().max().clamp(min=1e-12))
+    for (name, want), (_, got) in zip(alone.named_buffers(), module.named_buffers(), strict=True):
+        found[name] = float((want.float() - got.float()).abs().max())
+    join_parameters(split)
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, others[name]), f"{name} did not come back"
+    found["whole calls"] = float(sum(not decision.outputs for decision in mode._known.values()))
+    return found
+
+
+def check(results: list[dict[str, float]], *, tolerance: float = 1e-5, whole_calls: int = 0) -> None:
+    """Every rank's loss, gradients and buffers are equal but for the order of additions."""
+    for found in results:
+        assert found.pop("whole calls") <= whole_calls
+        name, worst = max(found.items(), key=lambda item: item[1])
+        assert worst <= tolerance, f"{name} differs by {worst}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from lightning_topt.communication.rank_watch import time_limit
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,16 @@ class Groups:
     across: dist.ProcessGroup | None = None
     node_scatter: dist.ProcessGroup | None = None
     node_gather: dist.ProcessGroup | None = None
+
+
+def own_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Return the one of `parts` (ranks) that this rank is in, as a new group, whose calls end when those of the run must.
+
+    A collective call of all ranks, with equal `parts`, in which each rank is once.
+    """
+    groups = [dist.new_group(list(part), timeout=time_limit()) for part in parts]
+    group: dist.ProcessGroup = next(g for part, g in zip(parts, groups, strict=True) if dist.get_rank() in part)
+    return group
 
 
 def make_groups(topology: Topology, *, num_stages: int, hierarchical: bool, timeout_seconds: float) -> Groups:

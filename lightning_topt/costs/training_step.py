@@ -165,6 +165,8 @@ class TrainingStep:
     def collective_seconds(self, op: str, size: float, *, axes: Iterable[int]) -> float:
         """Return the seconds of `op` on a tensor of `size` bytes by the groups along `axes` (indices) of the mesh."""
         axes = tuple(axes)
+        if self.mesh.ranks_along(axes) == 1:
+            return 0.0
         group = Group(self.mesh.ranks_along(axes), self.mesh.stride(axes))
         return estimate_collective_seconds(self.cluster, op=op, size=size, group=group)
 

@@ -20,6 +20,7 @@ from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.local_step import install_local_step
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.optim.pieces import Piece, num_rows
+from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
 
@@ -28,8 +29,9 @@ State = dict[str, Any]
 class AttachedOptimizer:
     """An optimizer that was built over the module, before or after the plan was applied to it.
 
-    `replaced` has the parameter in the place of each original one, `attach` what techniques do to optimizers. Parameters are
-    counted as ``Optimizer.state_dict`` does. Methods are collective calls, but for `load`.
+    `replaced` has the parameter in the place of each original one, `split` says how original ones are cut along tensor axes,
+    `attach` has what techniques do to optimizers. Parameters are counted as ``Optimizer.state_dict`` does. Methods are
+    collective calls, but for `load`.
     """
 
     def __init__(
@@ -37,29 +39,45 @@ class AttachedOptimizer:
         optimizer: Optimizer,
         *,
         replaced: Mapping[Tensor, Tensor],
+        split: Mapping[Tensor, SplitTensor],
         attach: Sequence[Callable[[Optimizer], ParallelStep | None]] = (),
     ) -> None:
         self.optimizer, self._replaced = optimizer, replaced
-        if replaced:
-            follow_parameters(optimizer, replaced)
+        how = {**split, **{replaced[original]: how for original, how in split.items()}}
+        before = enumerate(parameters_of(optimizer))
+        self._split = {index: how[parameter] for index, parameter in before if parameter in how}
+        if replaced or split:
+            follow_parameters(optimizer, replaced, split)
         steps = [step for install in attach if (step := install(optimizer)) is not None]
         assert len(steps) <= 1, "two techniques share the step of one optimizer"
         self.parallel_step = steps[0] if steps else None
         self._local_step = install_local_step(optimizer)
-        self._sharded = [i for i, p in enumerate(parameters_of(optimizer)) if isinstance(p, DTensor)]
+        shared = {piece.index for piece in self.parallel_step.pieces} if self.parallel_step else set()
+        self._sharded = [
+            index
+            for index, parameter in enumerate(parameters_of(optimizer))
+            if isinstance(parameter, DTensor) or (index in self._split and index not in shared)
+        ]
         self._kept: dict[int, State] | None = None  # of sharded parameters, once released or on the host
+        self._last: State | None = None  # of an optimizer whose step is shared over slices, once released
 
     def full_state(self) -> State:
         """Return the ``state_dict`` of one process on rank 0; other ranks may return a part."""
-        whole = gather_parameter_states(self._shards())
+        if self._last is not None:
+            return self._last
+        whole = gather_parameter_states(self._shards(), self._split)
         with self._without_shards():
             if self.parallel_step is not None:
                 self.parallel_step.consolidate_state_dict()
             elif not self._sharded:
                 return self._plain_state()
+            if self.parallel_step is not None and dist.get_rank(self.parallel_step.group) == 0:
+                rest = self.parallel_step.state_dict()
+                shared = gather_parameter_states(rest["state"].items(), self._split)
+                rest = {**rest, "state": shared}
             if dist.get_rank() != 0:
                 return {}
-            rest = self.optimizer.state_dict() if self.parallel_step is None else self.parallel_step.state_dict()
+            rest = self.optimizer.state_dict() if self.parallel_step is None else rest
         others = {i: {k: _to_host(v) for k, v in values.items()} for i, values in rest["state"].items()}
         return {**rest, "state": dict(sorted({**others, **whole}.items()))}
 
@@ -91,7 +109,7 @@ class AttachedOptimizer:
         """Take over a whole state, each rank its part, or a stored one, of which each rank reads its part."""
         if isinstance(state, StoredOptimizer):
             state = state.read(parameters_of(self.optimizer), rows=self.rows_to_read)
-        self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state))
+        self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state, self._split))
 
     def to_host(self) -> None:
         """Take the state off the device for good, each rank its own: `full_state` and `own_state` still return it."""
@@ -102,19 +120,21 @@ class AttachedOptimizer:
 
     def release(self) -> None:
         """Give the optimizer its own step and parameters back, before techniques are undone; its shards are kept here."""
+        if self.parallel_step is not None and self._split:
+            self._last = self.full_state()  # pieces are rows of slices, which are gone once parameters are whole
         if self._local_step is not None:
             self._local_step.detach()
         if self.parallel_step is not None:
             self.parallel_step.detach()
         self._kept = dict(self._shards()) if self._kept is None else self._kept
         self._drop_shards()
-        follow_parameters(self.optimizer, {new: original for original, new in self._replaced.items()})
+        follow_parameters(self.optimizer, {new: original for original, new in self._replaced.items()}, {})
 
     def give_back(self) -> None:
         """Give an optimizer that is used again after `release` the whole states of sharded parameters, on every rank."""
         assert self._kept is not None, "release() comes first"
         parameters = parameters_of(self.optimizer)
-        for index, values in gather_parameter_states(self._shards(), everywhere=True).items():
+        for index, values in gather_parameter_states(self._shards(), self._split, everywhere=True).items():
             self.optimizer.state[parameters[index]] = values
         self._sharded, self._kept = [], None
 
@@ -135,9 +155,9 @@ class AttachedOptimizer:
                 yield index, {k: v.placed() if isinstance(v, _HostShard) else v for k, v in self._kept[index].items()}
 
     def _drop_shards(self) -> None:
-        for parameter in parameters_of(self.optimizer):
-            if isinstance(parameter, DTensor):
-                self.optimizer.state.pop(parameter, None)
+        parameters = parameters_of(self.optimizer)
+        for index in self._sharded:
+            self.optimizer.state.pop(parameters[index], None)
 
     @contextmanager
     def _without_shards(self) -> Generator[None, None, None]:

@@ -41,6 +41,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.techniques.block_parameters import check_blocks, check_tied, parameters_by_block
 from lightning_topt.techniques.registry import TECHNIQUES, check_runs
 from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions
+from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -63,6 +64,7 @@ class Engine:
         self._configs = {block.block: block.config for block in plan.blocks}
         self._options = options or RunOptions()
         self._applied: list[Applied] = []
+        self._split: dict[Tensor, SplitTensor] = {}
         self._model: nn.Module = module
         self._optimizers: dict[Optimizer, AttachedOptimizer] = {}
         self._schedules: dict[int, tuple[Action, ...]] = {}
@@ -77,8 +79,8 @@ class Engine:
 
     @property
     def has_shards(self) -> bool:
-        """Whether parameters are in shards now, so that taking the plan back needs every rank."""
-        return any(applied.replaced for applied in self._applied)
+        """Whether parameters are in shards or slices now, so that taking the plan back needs every rank."""
+        return any(applied.replaced or applied.split for applied in self._applied)
 
     def apply(self, *, wrapped: DistributedDataParallel | None = None) -> nn.Module:
         """Apply the plan to the module in place; returns what forward must be called through. A collective call.
@@ -100,17 +102,21 @@ class Engine:
         for technique in TECHNIQUES:
             if (applied := technique.apply(model)) is not None:
                 self._applied.append(applied)
+                self._split.update(applied.split)
                 self.exchange = applied.exchange or self.exchange
+        for original, how in self._split.items():
+            sharded_gradients.mark_slices(self._replaced[original], how.slices)
         self._model = model.root
         _say_where_nodes_differ(self.plan, self._options.topology)
         return self._model
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Make ``step`` of optimizers over the module's parameters, old or new, follow the plan. A collective call."""
-        replaced = {original: new for applied in self._applied for original, new in applied.replaced.items()}
-        attach = [applied.attach for applied in self._applied]
+        replaced, attach = self._replaced, [applied.attach for applied in self._applied]
         for optimizer in optimizers:
-            self._optimizers[optimizer] = AttachedOptimizer(optimizer, replaced=replaced, attach=attach)
+            self._optimizers[optimizer] = AttachedOptimizer(
+                optimizer, replaced=replaced, split=self._split, attach=attach
+            )
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -123,13 +129,21 @@ class Engine:
         losses: dict[int, Tensor] = {}
         for action in self._schedules.setdefault(count, single_stage_schedule(count)):
             index = action.microbatch_index
-            with nullcontext() if action.exchanges else self.no_sync():
+            with self.around_step(), nullcontext() if action.exchanges else self.no_sync():
                 if action.kind == "forward":
                     losses[index] = loss_fn(self._model, microbatches[index])
                 else:
                     (losses[index] / count).backward()  # type: ignore[no-untyped-call]
                     losses[index] = losses[index].detach()
         return torch.stack([losses[index] for index in range(count)])
+
+    @contextmanager
+    def around_step(self) -> Generator[None, None, None]:
+        """Forward and backward run within it, where they are not called by `run_step`; evaluation too."""
+        with ExitStack() as stack:
+            for applied in self._applied:
+                stack.enter_context(applied.around_step())
+            yield
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
@@ -173,7 +187,7 @@ class Engine:
         """Return the module's state: whole on rank 0 (other ranks may return a part), or in shards. A collective call."""
         self._reshard()
         state = self.module.state_dict()
-        return gather_module_state(state) if full and self.has_shards else state
+        return gather_module_state(state, self._split_names) if full and self.has_shards else state
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a whole state, each rank its part, or a stored one, of which each rank reads its part."""
@@ -181,7 +195,8 @@ class Engine:
         own = self.module.state_dict()
         if isinstance(state, StoredModule):
             state = state.read(like=own)
-        self.module.load_state_dict(place_module_state(state, own) if self.has_shards else state, strict=strict)
+        placed = place_module_state(state, own, self._split_names) if self.has_shards else state
+        self.module.load_state_dict(placed, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, full: bool = True) -> State:
         """Return the optimizer's state, also after `release`; as `module_state`. A collective call."""
@@ -219,7 +234,7 @@ class Engine:
             attached.release()
         for applied in reversed(self._applied):
             applied.undo()
-        self._applied, self._model = [], self.module
+        self._applied, self._split, self._model = [], {}, self.module
 
     def return_optimizer_state(self, optimizer: Optimizer) -> None:
         """Give an optimizer that is used again after `release` its whole state, on every rank. A collective call."""
@@ -231,6 +246,20 @@ class Engine:
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None
+
+    @property
+    def _replaced(self) -> dict[Tensor, Tensor]:
+        """The parameter that is now in the place of each original one."""
+        found: dict[Tensor, Tensor] = {}
+        for applied in self._applied:
+            later = dict(applied.replaced)
+            found = {original: later.pop(now, now) for original, now in found.items()} | later
+        return found
+
+    @property
+    def _split_names(self) -> dict[str, SplitTensor]:
+        named = (item for of_block in self._parameters.values() for item in of_block.items())
+        return {name: self._split[parameter] for name, parameter in named if parameter in self._split}
 
     def _reshard(self) -> None:
         for applied in self._applied:

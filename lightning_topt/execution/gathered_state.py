@@ -16,35 +16,40 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
 
 
 @torch.no_grad()
-def gather_module_state(state: Mapping[str, Any]) -> State:
-    """Return the full form of a module's `state_dict()` that has DTensors."""
+def gather_module_state(state: Mapping[str, Any], split: Mapping[str, SplitTensor]) -> State:
+    """Return the full form of a module's `state_dict()` that has DTensors, and slices of the tensors that are `split`."""
     whole: State = {}
     for name, value in state.items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
+        full = _full(value, split.get(name))
         if dist.get_rank() == 0:
             whole[name] = full.cpu() if isinstance(full, Tensor) else full
     return whole
 
 
-def place_module_state(state: Mapping[str, Any], module_state: Mapping[str, Any]) -> State:
-    """Return the entries of full `state` placed like those of a module's own `module_state`."""
-    return {name: _place_like(value, module_state.get(name)) for name, value in state.items()}
+def place_module_state(
+    state: Mapping[str, Any], module_state: Mapping[str, Any], split: Mapping[str, SplitTensor]
+) -> State:
+    """Return the entries of full `state` placed like those of a module's own `module_state`, cut where they are `split`."""
+    return {name: _place_like(_own(value, split.get(name)), module_state.get(name)) for name, value in state.items()}
 
 
 @torch.no_grad()
-def gather_parameter_states(states: Iterable[tuple[int, State]], *, everywhere: bool = False) -> dict[int, State]:
+def gather_parameter_states(
+    states: Iterable[tuple[int, State]], split: Mapping[int, SplitTensor], *, everywhere: bool = False
+) -> dict[int, State]:
     """Return the full form of an optimizer's states by parameter index, on rank 0 or `everywhere`; one by one."""
     wanted = everywhere or dist.get_rank() == 0
     whole: dict[int, State] = {}
     for index, values in states:
         of_parameter = {}
         for key, value in values.items():
-            full = value.full_tensor() if isinstance(value, DTensor) else value
+            full = _full(value, split.get(index))
             if wanted:
                 of_parameter[key] = full.cpu() if isinstance(full, Tensor) else full
         if wanted:
@@ -52,25 +57,43 @@ def gather_parameter_states(states: Iterable[tuple[int, State]], *, everywhere: 
     return whole
 
 
-def place_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> State:
-    """Return the part of full `state` that an optimizer, some of whose parameters are DTensors, keeps."""
+def place_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], split: Mapping[int, SplitTensor]) -> State:
+    """Return the part of full `state` that an optimizer, some of whose parameters are DTensors or `split`, keeps."""
     parameters = dict(enumerate(parameters_of(optimizer)))
     placed = {
-        index: {key: _place_like(value, parameters[index]) for key, value in values.items()}
+        index: {key: _place_like(_own(value, split.get(index)), parameters[index]) for key, value in values.items()}
         for index, values in state["state"].items()
     }
     return {**state, "state": placed}
 
 
-def follow_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor]) -> None:
-    """Make an optimizer update the parameters that `replaced` has in place of its own; its state goes with them."""
+def follow_parameters(
+    optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], split: Mapping[Tensor, SplitTensor]
+) -> None:
+    """Make an optimizer update the parameters that `replaced` has in place of its own; its state goes with them.
+
+    Whole state of those that are `split` is cut.
+    """
     for group in optimizer.param_groups:
         group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
     state = dict(optimizer.state)
     optimizer.state.clear()
     for parameter, values in state.items():
         target = replaced.get(parameter, parameter)
-        optimizer.state[target] = {key: _place_like(value, target) for key, value in values.items()}
+        own = {key: _own(value, split.get(parameter)) for key, value in values.items()}
+        optimizer.state[target] = {key: _place_like(value, target) for key, value in own.items()}
+
+
+def _full(value: Any, split: SplitTensor | None) -> Any:
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    if split is None or not isinstance(full, Tensor) or tuple(full.shape) != split.local_shape:
+        return full
+    return split.whole(full)
+
+
+def _own(value: Any, split: SplitTensor | None) -> Any:
+    whole = isinstance(value, Tensor) and split is not None and tuple(value.shape) == split.layout.shape
+    return split.own(value) if whole and split is not None else value
 
 
 def _place_like(value: Any, target: Any) -> Any:

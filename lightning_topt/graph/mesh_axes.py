@@ -10,8 +10,10 @@ rank, where the stride is the number of ranks of all later axes together: on two
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 SCOPES = ("intra", "inter")  # inside a node, between nodes
 DATA_AXES = ("data", "data_replicate", "data_shard")  # the batch is split along these
@@ -78,9 +80,16 @@ class Mesh:
         """Into how many parts the global batch is split."""
         return math.prod(self.shape[index] for index in self.data_axes)
 
+    def groups_along(self, axes: Sequence[int]) -> list[list[int]]:
+        """Return the ranks of each group along `axes` (indices), in order; without axes every rank is alone."""
+        ranks = np.arange(self.size).reshape(self.shape)
+        others = [axis for axis in range(len(self.axes)) if axis not in axes]
+        rows: list[list[int]] = ranks.transpose(*others, *axes).reshape(-1, self.ranks_along(axes)).tolist()
+        return rows
+
     def stride(self, axes: Iterable[int]) -> int:
         """Return the distance between neighbours of a group along `axes` (indices): the ranks of all axes after the last."""
-        return math.prod(self.shape[max(axes) + 1 :])
+        return math.prod(self.shape[max(axes, default=len(self.shape)) + 1 :])
 
     def ranks_along(self, axes: Iterable[int]) -> int:
         """Return the number of ranks of a group along `axes` (indices)."""

@@ -1,4 +1,4 @@
-"""Norms, clipping and overflow read whole gradients, where some are sharded (DTensors, on one mesh or several)."""
+"""Norms, clipping and overflow read whole gradients, where some are in shards (DTensors, on one mesh or several) or slices."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.local_step import local_parameters
 
+_SLICES = "_topt_slices"
+
 
 def total_norm(parameters: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
     """Return the norm of all gradients together, equal on all ranks, without dims; 0 where there are none.
@@ -27,10 +29,10 @@ def total_norm(parameters: Iterable[Tensor], *, norm_type: float = 2.0) -> Tenso
     """
     power, given = float(norm_type), [parameter for parameter in parameters if parameter.grad is not None]
     device = given[0].device if given else torch.device("cpu")
-    whole = _partial([p for p in given if not isinstance(p, DTensor)], power, device)
+    whole = _partial([p for p in given if not _is_cut(p)], power, device)
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in given:
-        if isinstance(parameter, DTensor):
+        if _is_cut(parameter):
             by_copies.setdefault(_copies(parameter), []).append(parameter)
     if by_copies:
         parts = [_partial(p, power, device) / (1 if power == inf else n) for n, p in sorted(by_copies.items())]
@@ -95,9 +97,25 @@ def _partial(parameters: Sequence[Tensor], power: float, device: torch.device) -
     return norm if power == inf else norm**power
 
 
-def _copies(parameter: DTensor) -> int:
+def mark_slices(parameter: Tensor, count: int) -> None:
+    """Say that `parameter`, a plain tensor or a DTensor, is one of `count` slices of the user's (1: all of it)."""
+    setattr(parameter, _SLICES, count)
+
+
+def slices_of(parameter: Tensor) -> int:
+    """Return what `mark_slices` said; 1 by default."""
+    count: int = getattr(parameter, _SLICES, 1)
+    return count
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) or slices_of(parameter) > 1
+
+
+def _copies(parameter: Tensor) -> int:
     """Return how many ranks hold the same shard."""
-    mesh = parameter.device_mesh
-    return math.prod(
-        size for size, placement in zip(mesh.shape, parameter.placements, strict=True) if not placement.is_shard()
-    )
+    shards = slices_of(parameter)
+    if isinstance(parameter, DTensor):
+        sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        shards *= math.prod(size for size, placement in sizes if placement.is_shard())
+    return dist.get_world_size() // shards

@@ -137,7 +137,9 @@ class ParallelPlan:
     @property
     def keeps_gradients_whole(self) -> bool:
         """Whether every rank holds the whole gradient of every parameter after the backward pass, as under DDP."""
-        return not any(block.config.storage.sharded_axes("gradients") for block in self.blocks)
+        return not self.mesh.tensor_axes and not any(
+            block.config.storage.sharded_axes("gradients") for block in self.blocks
+        )
 
     @property
     def saves_memory(self) -> bool:
@@ -148,7 +150,7 @@ class ParallelPlan:
         """Return one line for people: how many blocks run in which way, and how gradients travel if not whole as they are."""
         counts: dict[str, int] = {}
         for block in self.blocks:
-            name = describe_config(block.config)
+            name = describe_config(block.config, self.mesh)
             counts[name] = counts.get(name, 0) + 1
         blocks = ", ".join(f"{count} x {name}" for name, count in counts.items())
         if len(self.mesh.axes) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_config import OpConfig, Storage
+from lightning_topt.graph.op_config import OpConfig, Shard, Storage
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,11 @@ PRESETS = {
 _LEVELS = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
-def describe_config(config: OpConfig) -> str:
-    """Return a few words for people: ``"hybrid ZeRO-3 + recompute"``."""
+def describe_config(config: OpConfig, mesh: Mesh) -> str:
+    """Return a few words for people: ``"hybrid ZeRO-3 + recompute"``, ``"DDP + split"`` with pieces along tensor axes."""
     storage = config.storage
     sharded = storage.sharded_axes("optimizer_state")
-    hybrid = "hybrid " if 0 < len(sharded) < len(storage.parameters) else ""
-    return f"{hybrid}{_LEVELS[storage.level]}{' + recompute' if config.recompute else ''}"
+    words = [f"{'hybrid ' if 0 < len(sharded) < len(mesh.data_axes) else ''}{_LEVELS[storage.level]}"]
+    words += ["split"] if any(isinstance(p, Shard) for _, placements in config.parameters for p in placements) else []
+    words += ["recompute"] if config.recompute else []
+    return " + ".join(words)

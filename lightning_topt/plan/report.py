@@ -283,7 +283,9 @@ def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]
                 positions[block, mesh.names] = len(blocks)
                 text = textwrap.indent(dump_yaml([values]), "  ")
                 placed = {name: _in_words(values[name]) for name in ("parameters", "gradients", "optimizer_state")}
-                blocks.append({"block": block.block, "runs": describe_config(block.config), **placed, "yaml": text})
+                blocks.append(
+                    {"block": block.block, "runs": describe_config(block.config, mesh), **placed, "yaml": text}
+                )
         entry: dict[str, Any] = {"x": point.peak_bytes, "y": point.step_seconds, "devices": point.devices}
         entry |= {"summary": point.plan.summary(), "numbers": _numbers(point)}
         entry["header"] = dump_yaml(fields) + "stages:\n- blocks:\n"

@@ -34,7 +34,6 @@ from lightning_topt.techniques.technique import (
     Neighbours,
     ParallelModel,
     Technique,
-    has_only_data_axes,
     has_whole_gradients,
 )
 
@@ -49,8 +48,10 @@ class DataParallel(Technique):
 
     @override
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
-        whole = has_only_data_axes(mesh) and config.storage == Storage.zero(0, axes=len(mesh.axes))
-        return frozenset({"storage"}) if whole else frozenset()
+        known = len(mesh.data_axes) + len(mesh.tensor_axes) == len(mesh.axes)
+        return (
+            frozenset({"storage"}) if known and config.storage == Storage.zero(0, axes=len(mesh.axes)) else frozenset()
+        )
 
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
@@ -88,8 +89,13 @@ class DataParallel(Technique):
             if sharded and not any(parameter.requires_grad for parameter in whole.values()):
                 return None  # DDP takes no module in which it has nothing to average
             _move(model, whole)
+            if model.mesh.data_parallel_size == 1 and model.mesh.tensor_axes:
+                return None
             options, ignored = model.options, _names_for_ddp(sharded)
-            model.root = wrap_in_ddp(model.module, device=model.device, arguments=options.ddp, ignored=ignored)
+            arguments = (
+                dict(options.ddp) if model.data_group is None else {**options.ddp, "process_group": model.data_group}
+            )
+            model.root = wrap_in_ddp(model.module, device=model.device, arguments=arguments, ignored=ignored)
             register_hook(model.root, options.hook, options.hook_state)
         return Applied(undo=lambda: None, no_sync=model.root.no_sync)
 

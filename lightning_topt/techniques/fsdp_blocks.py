@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_topt.communication.collectives import AllGather, ReduceScatter
 from lightning_topt.techniques.technique import Applied, ParallelModel, has_whole_gradients
@@ -59,6 +60,7 @@ class _Sharding:
     def __init__(self, model: ParallelModel, blocks: Sequence[str], mesh: DeviceMesh) -> None:
         self.module = model.module
         self._before: dict[nn.Module, _Snapshot] = {}
+        self._hooks: list[RemovableHandle] = []
         self._originals = {name: p for block in blocks for name, p in model.parameters[block].items()}
         # Nothing to shard in the others, and FSDP2 keeps modules in dictionaries, which metrics (their hash changes with
         # their state) get lost in.
@@ -71,19 +73,24 @@ class _Sharding:
     def _shard_block(self, model: ParallelModel, name: str, mesh: DeviceMesh) -> None:
         block = model.module.get_submodule(name)
         self._remember(block.modules())
-        _broadcast([*model.parameters[name].values(), *block.buffers()], model.device)
+        model.broadcast([*model.parameters[name].values(), *block.buffers()])
         _shard(block, mesh, model.parameters[name].values(), after_forward=_in_shards(model, name))
+        if (before := model.before_block) is not None:
+            hook = block.register_forward_pre_hook(
+                lambda _, args, kwargs: (before(args), before(kwargs)), prepend=True, with_kwargs=True
+            )
+            self._hooks.append(hook)
 
     def _shard_root(self, model: ParallelModel, mesh: DeviceMesh, *, in_shards: bool) -> None:
         if not isinstance(model.root, DistributedDataParallel):
             whole = model.parameters_where(has_whole_gradients).values()
-            _broadcast([*whole, *model.module.buffers()], model.device)
+            model.broadcast([*whole, *model.module.buffers()])
             model.root = ShardedModule(model.module)
         others = [name for name, config in model.configs.items() if name and not has_whole_gradients(config)]
         elsewhere = {submodule for name in others for submodule in model.module.get_submodule(name).modules()}
         self._remember([model.root, *(module for module in model.module.modules() if module not in elsewhere)])
         loose = list(model.parameters[""].values()) if in_shards else []
-        _broadcast(loose, model.device)
+        model.broadcast(loose)
         ignored = {p for of_block in model.parameters.values() for p in of_block.values()} - set(loose)
         _shard(model.root, mesh, loose, after_forward=in_shards and _in_shards(model, ""), ignored=ignored)
 
@@ -106,6 +113,8 @@ class _Sharding:
                 parameter = now[name]
                 full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
                 whole[original] = full.detach().cpu()
+        for hook in self._hooks:
+            hook.remove()
         for module, snapshot in self._before.items():
             snapshot.restore(module)
         for original, full in whole.items():
@@ -175,15 +184,6 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
     for name, value in module.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, dict):
             yield name, value
-
-
-@torch.no_grad()
-def _broadcast(tensors: list[Any], device: torch.device) -> None:
-    once = list({id(tensor): tensor for tensor in tensors}.values())
-    for tensor in once:
-        tensor.data = tensor.data.to(device).contiguous()
-    for work in [dist.broadcast(tensor.data, 0, async_op=True) for tensor in once]:
-        work.wait()
 
 
 def _broadcast_buffers(module: nn.Module) -> None:

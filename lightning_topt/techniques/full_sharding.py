@@ -7,7 +7,7 @@ from typing_extensions import override
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.techniques.fsdp_blocks import shard_blocks
 from lightning_topt.techniques.fsdp_technique import FsdpTechnique
-from lightning_topt.techniques.technique import Applied, ParallelModel, has_only_data_axes
+from lightning_topt.techniques.technique import Applied, ParallelModel, has_data_axes
 
 
 class FullSharding(FsdpTechnique):
@@ -20,9 +20,11 @@ class FullSharding(FsdpTechnique):
 
     @override
     def axes(self, mesh: Mesh) -> tuple[int, ...]:
-        return mesh.data_axes if has_only_data_axes(mesh) else ()
+        return mesh.data_axes if has_data_axes(mesh) else ()
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
         blocks = model.blocks_of(self)
-        return shard_blocks(model, blocks, mesh=model.device_mesh(inner=model.mesh.size)) if blocks else None
+        return (
+            shard_blocks(model, blocks, mesh=model.device_mesh(inner=model.mesh.data_parallel_size)) if blocks else None
+        )

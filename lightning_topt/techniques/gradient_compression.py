@@ -44,6 +44,8 @@ class GradientCompression(Technique):
             return
         if not any(has_whole_gradients(config) for config in configs.values()):
             raise ValueError("gradient_exchange: needs whole gradients (ZeRO levels 0 and 1), and this plan shards all")
+        if mesh.tensor_axes:
+            raise ValueError("gradient_exchange: runs over all ranks; leave it out of a plan with tensor axes")
         if mesh.size == 1:
             raise ValueError("gradient_exchange: a single rank exchanges nothing; leave it out")
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.techniques.fsdp_blocks import shard_blocks, sharded_modules
 from lightning_topt.techniques.fsdp_technique import FsdpTechnique
-from lightning_topt.techniques.technique import Applied, ParallelModel, has_only_data_axes
+from lightning_topt.techniques.technique import Applied, ParallelModel, has_data_axes
 
 
 class HybridSharding(FsdpTechnique):
@@ -31,14 +31,16 @@ class HybridSharding(FsdpTechnique):
 
     @override
     def axes(self, mesh: Mesh) -> tuple[int, ...]:
-        return mesh.data_axes[-1:] if has_only_data_axes(mesh) and len(mesh.axes) > 1 else ()
+        return mesh.data_axes[-1:] if has_data_axes(mesh) and len(mesh.data_axes) > 1 else ()
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
         blocks = model.blocks_of(self)
         if not blocks:
             return None
-        applied = shard_blocks(model, blocks, mesh=model.device_mesh(inner=model.mesh.shape[-1]))
+        applied = shard_blocks(
+            model, blocks, mesh=model.device_mesh(inner=model.mesh.ranks_along(self.axes(model.mesh)))
+        )
         modules = sharded_modules(model, blocks)
         return replace(applied, no_sync=lambda: _within_groups(modules))
 

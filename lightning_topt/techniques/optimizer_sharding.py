@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,7 +33,7 @@ from lightning_topt.techniques.technique import (
     Neighbours,
     ParallelModel,
     Technique,
-    has_only_data_axes,
+    has_data_axes,
 )
 
 _SMALL_BYTES = 1 << 20  # parameters below it are broadcast together (optim.gather)
@@ -49,7 +50,7 @@ class OptimizerSharding(Technique):
     @override
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
         sharded = Storage.zero(1, axes=len(mesh.axes), over=mesh.data_axes)
-        return frozenset({"storage"}) if has_only_data_axes(mesh) and config.storage == sharded else frozenset()
+        return frozenset({"storage"}) if has_data_axes(mesh) and config.storage == sharded else frozenset()
 
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
@@ -99,15 +100,20 @@ class OptimizerSharding(Technique):
         shared = {parameter for parameter in names if parameter.requires_grad and parameter.numel()}
         if not shared:
             return None
-        ranks = model.mesh.size
-        return Applied(undo=lambda: None, attach=lambda optimizer: _share_step(optimizer, shared, ranks=ranks))
+        ranks, group = model.mesh.data_parallel_size, model.data_group
+        return Applied(
+            undo=lambda: None, attach=lambda optimizer: _share_step(optimizer, shared, ranks=ranks, group=group)
+        )
 
 
-def _share_step(optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int) -> ParallelStep | None:
+def _share_step(
+    optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int, group: dist.ProcessGroup | None
+) -> ParallelStep | None:
     cut = is_one_of(optimizer, ELEMENTWISE)
     own = [(index, p) for index, p in enumerate(parameters_of(optimizer)) if p in shared]
     shares = [Share(index, num_rows(p), p.numel(), float(p.numel()), splittable=cut) for index, p in own]
-    return install_parallel_step(optimizer, pieces=assign_pieces(shares, world_size=ranks)) if shares else None
+    pieces = assign_pieces(shares, world_size=ranks)
+    return install_parallel_step(optimizer, pieces=pieces, group=group) if shares else None
 
 
 def _excess(step: TrainingStep, blocks: Collection[str], load: Callable[[Parameter], float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_topt.communication.options import ExchangeOptions
-from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.mesh_axes import DATA_AXES, TENSOR_AXES, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.data_parallel import DataParallel
 from lightning_topt.techniques.full_sharding import FullSharding
@@ -14,8 +14,10 @@ from lightning_topt.techniques.hybrid_sharding import HybridSharding
 from lightning_topt.techniques.optimizer_sharding import OptimizerSharding
 from lightning_topt.techniques.recomputation import Recomputation
 from lightning_topt.techniques.technique import Technique
+from lightning_topt.techniques.tensor_parallelism import TensorParallelism
 
 TECHNIQUES: tuple[Technique, ...] = (
+    TensorParallelism(),  # all others see the pieces
     Recomputation(),
     DataParallel(),
     OptimizerSharding(),
@@ -39,6 +41,12 @@ def technique_of(config: OpConfig, mesh: Mesh) -> Technique:
 
 def check_runs(mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None = None) -> None:
     """Raise ValueError for what a plan of these blocks may say and no technique runs."""
+    known = {*mesh.data_axes, *mesh.tensor_axes}
+    if unknown := [axis.name for index, axis in enumerate(mesh.axes) if index not in known]:
+        raise ValueError(
+            f"the mesh has an axis {unknown[0]!r}, and nothing runs along it; axes are named {', '.join(DATA_AXES)}, "
+            f"{', '.join(TENSOR_AXES)}"
+        )
     for block, config in configs.items():
         try:
             technique_of(config, mesh)

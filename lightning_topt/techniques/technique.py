@@ -12,9 +12,10 @@ Adding one takes its own file and one line of the registry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import ExchangeOptions
-from lightning_topt.communication.rank_watch import time_limit
-from lightning_topt.communication.topology import Topology
+from lightning_topt.communication.topology import Topology, own_group
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.parallel_step import ParallelStep
+from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class ParallelModel:
     root: nn.Module
     exchange: ExchangeOptions | None = None
     options: RunOptions = field(default_factory=RunOptions)
+    before_block: Callable[[Any], Any] | None = None  # for arguments, before other hooks of a block see them
 
     def blocks_of(self, technique: Technique) -> list[str]:
         """Return the names of the blocks that `technique` takes care of something of."""
@@ -77,26 +79,44 @@ class ParallelModel:
         chosen = [self.parameters[block] for block, config in self.configs.items() if condition(config)]
         return {name: parameter for of_block in chosen for name, parameter in of_block.items()}
 
+    @cached_property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks among which the batch is split, with this one; None where these are all. Made by the first look, which is a
+        collective call.
+        """
+        if not self.mesh.tensor_axes:
+            return None
+        return own_group(self.mesh.groups_along(self.mesh.data_axes))
+
     def device_mesh(self, *, inner: int) -> DeviceMesh:
-        """Return all ranks as a mesh of the module's device: rows of `inner` neighbours, one dim where one row has them all.
+        """Return the ranks that split the batch as a mesh of the module's device: rows of `inner` neighbours, one dim where one
+        row has them all.
 
         A collective call. Beside DDP its groups are its own: the collective calls of both may then run in any order.
         """
-        kind, ranks = self.device.type, torch.arange(dist.get_world_size())
-        if inner == len(ranks):
+        kind, parts = self.device.type, self.mesh.groups_along(self.mesh.data_axes)
+        if inner == self.mesh.data_parallel_size:
             beside_ddp = any(has_whole_gradients(config) for config in self.configs.values())
-            group = _own_group([ranks.tolist()]) if beside_ddp else dist.group.WORLD
+            group = own_group(parts) if beside_ddp or self.mesh.tensor_axes else dist.group.WORLD
             assert group is not None
             return DeviceMesh.from_group(group, kind, mesh_dim_names=("data",))
-        rows = ranks.view(-1, inner)
-        groups = [_own_group(rows.T.tolist()), _own_group(rows.tolist())]
-        return DeviceMesh.from_group(groups, kind, mesh=rows, mesh_dim_names=("data_replicate", "data_shard"))
+        rows = [torch.tensor(part).view(-1, inner) for part in parts]
+        groups = [
+            own_group([ranks for of_part in rows for ranks in of_part.T.tolist()]),
+            own_group([ranks for of_part in rows for ranks in of_part.tolist()]),
+        ]
+        own = next(of_part for of_part in rows if dist.get_rank() in of_part)
+        return DeviceMesh.from_group(groups, kind, mesh=own, mesh_dim_names=("data_replicate", "data_shard"))
 
-
-def _own_group(parts: Sequence[list[int]]) -> dist.ProcessGroup:
-    """The one of `parts` that this rank is in, as a new group. Calls on it end when those of the run must."""
-    groups: list[dist.ProcessGroup] = [dist.new_group(part, timeout=time_limit()) for part in parts]
-    return next(group for part, group in zip(parts, groups, strict=True) if dist.get_rank() in part)
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Move `tensors` to the module's device; those of the first rank that splits the batch count. A collective call."""
+        once = list({id(tensor): tensor for tensor in tensors}.values())
+        with torch.no_grad():
+            for tensor in once:
+                tensor.data = tensor.data.to(self.device).contiguous()
+            group = self.data_group
+            for work in [dist.broadcast(t.data, group=group, group_src=0, async_op=True) for t in once]:
+                work.wait()
 
 
 def _leave_alone(_: Optimizer) -> ParallelStep | None:
@@ -110,11 +130,14 @@ class Applied:
     `undo` gives the module back as it was, in reverse order of application. `replaced` has the parameter in the place of each
     original one. `attach` makes the step of an optimizer over the parameters follow, and returns the step that shares it over
     ranks, if there is one. Within `no_sync` gradients are accumulated and their exchange left to a later backward, where that
-    helps. `reshard` releases gathered parameters.
+    helps. `reshard` releases gathered parameters. `split` says how parameters, which stay the same objects, are cut along
+    tensor axes; forward and backward must run within `around_step`.
     """
 
     undo: Callable[[], None]
     replaced: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)
+    around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
     attach: Callable[[Optimizer], ParallelStep | None] = _leave_alone
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     reshard: Callable[[], None] = lambda: None
@@ -216,6 +239,6 @@ def has_whole_gradients(config: OpConfig) -> bool:
     return not config.storage.sharded_axes("gradients")
 
 
-def has_only_data_axes(mesh: Mesh) -> bool:
-    """Return whether the batch is split along every axis of `mesh`."""
-    return len(mesh.data_axes) == len(mesh.axes)
+def has_data_axes(mesh: Mesh) -> bool:
+    """Return whether the batch is split along axes of `mesh`, and all others are tensor axes."""
+    return bool(mesh.data_axes) and len(mesh.data_axes) + len(mesh.tensor_axes) == len(mesh.axes)

@@ -161,7 +161,7 @@ def step_on_rows(rank: int, folder: Path) -> Any:
         shares = [Share(i, len(p), p.numel(), float(p.numel()), splittable=True) for i, p in parameters]
         pieces = [replace(piece, owner=owners[piece.owner]) for piece in assign_pieces(shares, world_size=4)]
         install = functools.partial(install_parallel_step, pieces=pieces)
-        attached.append(AttachedOptimizer(optimizer, replaced={}, attach=[install]))
+        attached.append(AttachedOptimizer(optimizer, replaced={}, split={}, attach=[install]))
     module(data()[0]).backward()
     attached[0].optimizer.step()
     own = attached[0].own_state()

@@ -167,7 +167,7 @@ def test_optimizers_limit_the_space():
 
     def legal(optimizer=profile, mesh=given["mesh"], name=block):
         configs = costs_of(graph, **{**given, "optimizer": optimizer, "mesh": mesh}).configs(name)
-        return [(describe_config(config), config.recompute) for config in configs]
+        return [(describe_config(config, mesh), config.recompute) for config in configs]
 
     def both(*names):
         return [(n, False) for n in names] + [(f"{n} + recompute", True) for n in names]

@@ -69,7 +69,7 @@ TENSOR = Mesh((Axis("data", 2), Axis("tensor", 2)))
             "block 'a': no technique",
         ),
         (HYBRID, {"": OpConfig.zero(3, axes=2, over=[0])}, None, "on the mesh data_replicate 2 x data_shard 2"),
-        (TENSOR, {"": OpConfig.zero(0, axes=2)}, None, "on the mesh data 2 x tensor 2"),
+        (TENSOR, {"": OpConfig.zero(3, axes=2)}, None, "on the mesh data 2 x tensor 2"),
         (FLAT, {"": replace(PLAIN, outputs=((Partial(),),))}, None, "takes care of its outputs"),
         (FLAT, {"": OpConfig.zero(3), "a": OpConfig.zero(2)}, ExchangeOptions(method="bf16"), "needs whole gradients"),
         (data_mesh(1), {"": PLAIN}, ExchangeOptions(method="bf16"), "a single rank exchanges nothing"),

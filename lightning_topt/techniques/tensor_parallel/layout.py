@@ -42,12 +42,6 @@ def with_layout(tensor: Tensor, layout: Layout) -> Tensor:
     return tensor
 
 
-def without_layout(tensor: Tensor) -> None:
-    """Make `tensor` a plain one again."""
-    if hasattr(tensor, _NAME):
-        delattr(tensor, _NAME)
-
-
 def check_divides(size: int, parts: int, ranks: int, *, what: str) -> None:
     """Raise ValueError where `parts` equal parts of a dim of `size` cannot be cut for `ranks` ranks."""
     if size % (parts * ranks):

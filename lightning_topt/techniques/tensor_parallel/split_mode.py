@@ -6,12 +6,14 @@ The mode is on while user code runs forward. What is whole passes through untouc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_topt.graph.op_config import Partial, Placement, Shard
@@ -36,7 +38,30 @@ class SplitMode(TorchFunctionMode):
         super().__init__()
         self.axes, self.rest = axes, rest
         self._whole: Layout = Layout((), (REPLICATE,) * len(axes))
+        self._same = (False,) * len(axes)
         self._known: dict[Any, Decision] = {}
+
+    @contextmanager
+    def on(self) -> Generator[None, None, None]:
+        """Turn the mode on where it is not: outside of all, and where torch turned it off (backward, which may recompute)."""
+        with nullcontext() if self.is_on else self:
+            yield
+
+    def whole(self, value: Any) -> Any:
+        """Return `value`, a tensor or anything that holds tensors, with whole tensors in the place of split ones."""
+        if isinstance(value, Tensor):
+            if (layout := layout_of(value)) is None:
+                return value
+            with torch._C.DisableTorchFunction():  # the calls that move it are not user code
+                return self._move(value, layout.placements, self._whole.placements, self._same)
+        if any(isinstance(leaf, Tensor) and layout_of(leaf) is not None for leaf in tree_leaves(value)):
+            return tree_map(lambda leaf: self.whole(leaf) if isinstance(leaf, Tensor) else leaf, value)
+        return value
+
+    @property
+    def is_on(self) -> bool:
+        """Whether calls are seen here."""
+        return self in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
 
     @override
     def __torch_function__(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.layout import Layout, check_divides, cut, with_layout, without_layout
+from lightning_topt.techniques.tensor_parallel.layout import Layout, check_divides, cut, with_layout
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
@@ -68,41 +67,54 @@ def check_split(name: str, shape: tuple[int, ...], placements: tuple[Placement, 
         left[placement.dim] //= size
 
 
+@dataclass(frozen=True)
+class SplitParameter:
+    """A parameter of the user's and the `slice` that is in the module in its place, cut as `how` says."""
+
+    original: nn.Parameter
+    slice: nn.Parameter
+    how: SplitTensor
+
+
 @torch.no_grad()
 def split_parameters(
-    parameters: Mapping[str, nn.Parameter], placements: Mapping[str, tuple[Placement, ...]], axes: TensorAxes
-) -> dict[nn.Parameter, SplitTensor]:
-    """Cut the named parameters in place to this rank's slices; return how, by parameter. Raises ValueError as `check_split`."""
-    for name, along in placements.items():
-        check_split(name, tuple(parameters[name].shape), along, axes)
+    module: nn.Module, placements: Mapping[str, tuple[Placement, ...]], axes: TensorAxes
+) -> list[SplitParameter]:
+    """Put this rank's slices in the place of the named parameters of `module`, under all names of a tied one.
+
+    The originals, which optimizers and the user's code may hold, lose their memory until `join_parameters`. Raises ValueError
+    as `check_split`, and where two names of one parameter are placed differently.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     found: dict[nn.Parameter, SplitTensor] = {}
     for name, along in placements.items():
         parameter = parameters[name]
-        split = SplitTensor(Layout(tuple(parameter.shape), along), axes)
-        if not any(isinstance(placement, Shard) for placement in along):
-            continue
-        if parameter in found:
-            if found[parameter].layout != split.layout:
-                raise ValueError(f"parameter {name!r} is tied to another one that is split differently")
-            continue
-        found[parameter] = split
-    for parameter, split in found.items():
-        parameter.data, parameter.grad = split.own(parameter.data), None
-        with_layout(parameter, split.layout)
-    return found
+        check_split(name, tuple(parameter.shape), along, axes)
+        how = SplitTensor(Layout(tuple(parameter.shape), along), axes)
+        if found.setdefault(parameter, how).layout != how.layout:
+            raise ValueError(f"parameter {name!r} is tied to another one, which is split differently: place them alike")
+    split = [_split(parameter, how) for parameter, how in found.items() if how.slices > 1]
+    _replace(module, {one.original: one.slice for one in split})
+    return split
+
+
+def _split(parameter: nn.Parameter, how: SplitTensor) -> SplitParameter:
+    # A new parameter: autograd remembers the shape of one that was used.
+    own = nn.Parameter(how.own(parameter.data), requires_grad=parameter.requires_grad)
+    with_layout(own, how.layout)
+    parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype, device=parameter.device), None
+    return SplitParameter(parameter, own, how)
 
 
 @torch.no_grad()
-def join_parameters(split: Mapping[nn.Parameter, SplitTensor]) -> None:
-    """Give parameters their whole values back, on every rank. A collective call."""
-    for parameter, how in split.items():
-        parameter.data, parameter.grad = how.whole(parameter.data), None
-        without_layout(parameter)
+def join_parameters(module: nn.Module, split: Iterable[SplitParameter]) -> None:
+    """Give `module` its whole parameters back, on every rank. A collective call."""
+    for one in split:
+        one.original.data = one.how.whole(one.slice.data)
+    _replace(module, {one.slice: one.original for one in split})
 
 
-def split_state(state: Mapping[str, Any], split: SplitTensor, *, of: torch.Size) -> dict[str, Any]:
-    """Return an optimizer's state of one parameter with all that has its whole shape, `of`, cut to this rank's slice."""
-    return {
-        key: split.own(value) if isinstance(value, Tensor) and value.shape == of else value
-        for key, value in state.items()
-    }
+def _replace(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    for submodule in module.modules():
+        own = submodule._parameters
+        own.update({name: new[p] for name, p in own.items() if p is not None and p in new})

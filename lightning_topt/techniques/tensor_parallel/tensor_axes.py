@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from lightning_topt.communication.rank_watch import time_limit
+from lightning_topt.communication.topology import own_group
 from lightning_topt.graph.mesh_axes import Mesh
 
 
@@ -59,22 +58,5 @@ class TensorAxes:
     def with_groups(cls, mesh: Mesh) -> TensorAxes:
         """Return the axes as this rank sees them. A collective call: groups are made in the same order on all ranks."""
         alone = cls.of_mesh(mesh, rank=dist.get_rank())
-        groups = tuple(group_along(mesh, [axis]) for axis in mesh.tensor_axes)
+        groups = tuple(own_group(mesh.groups_along([axis])) for axis in mesh.tensor_axes)
         return cls(alone.names, alone.sizes, alone.coordinates, groups)
-
-
-def rows_along(mesh: Mesh, axes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the ranks of each group along `axes` (indices), in order."""
-    ranks = torch.arange(mesh.size).view(mesh.shape)
-    others = [axis for axis in range(len(mesh.axes)) if axis not in axes]
-    yield from ranks.permute(*others, *axes).reshape(-1, mesh.ranks_along(axes)).tolist()
-
-
-def group_along(mesh: Mesh, axes: Sequence[int]) -> dist.ProcessGroup | None:
-    """Return the group along `axes` (indices) that this rank is in, a new one. A collective call of all ranks."""
-    own = None
-    for ranks in rows_along(mesh, axes):
-        group = dist.new_group(ranks, timeout=time_limit())
-        if dist.get_rank() in ranks:
-            own = group
-    return own

@@ -36,8 +36,10 @@ def compare(
     whole = (Replicate(),) * len(axes)
     chosen = {name: next((p for end, p in placements.items() if name.endswith(end)), whole) for name in parameters}
     assert all(any(name.endswith(end) for name in parameters) for end in placements), "a placement of no parameter"
-    split = split_parameters(parameters, chosen, axes)
-    assert all(tuple(p.shape) == how.local_shape for p, how in split.items())
+    pieces = split_parameters(module, chosen, axes)
+    assert all(tuple(one.slice.shape) == one.how.local_shape for one in pieces)
+    split = {one.slice: one.how for one in pieces}
+    parameters = dict(module.named_parameters())
     mode = SplitMode(axes)
     torch.manual_seed(2)
     with mode:
@@ -54,8 +56,8 @@ def compare(
         found[name] = float((got - want).abs().max() / want.abs().max().clamp(min=1e-12))
     for (name, want), (_, got) in zip(alone.named_buffers(), module.named_buffers(), strict=True):
         found[name] = float((want.float() - got.float()).abs().max())
-    join_parameters(split)
-    for name, parameter in parameters.items():
+    join_parameters(module, pieces)
+    for name, parameter in module.named_parameters():
         assert torch.equal(parameter, others[name]), f"{name} did not come back"
     found["whole calls"] = float(sum(not decision.outputs for decision in mode._known.values()))
     return found

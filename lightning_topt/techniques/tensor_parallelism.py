@@ -1,0 +1,203 @@
+"""Tensor parallelism: parameters are cut along tensor axes, and the operators that use them run on the pieces.
+
+The plan says where the parameters of a block are as it computes (``computes.parameters``); what happens to activations
+follows from the table of kinds (`tensor_parallel.kinds`), the same in the search and in the run. A rank's step on its pieces is
+captured as a step of its own: operators, memory and collectives of split blocks are in its graph, and no cost is added here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import override
+
+from lightning_topt.communication.topology import own_group
+from lightning_topt.costs.lifetimes import Lifetime
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig, Partial, Placements, Replicate
+from lightning_topt.graph.op_graph import Block
+from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.sharded_gradients import mark_slices, slices_of
+from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of
+from lightning_topt.techniques.technique import Applied, BlockSeconds, Neighbours, ParallelModel, Technique
+from lightning_topt.techniques.tensor_parallel.layout import Layout, layout_of, with_layout
+from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
+from lightning_topt.techniques.tensor_parallel.split_parameters import (
+    SplitParameter,
+    check_split,
+    join_parameters,
+    split_parameters,
+)
+from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
+
+
+class TensorParallelism(Technique):
+    """Blocks whose configuration places parameters along tensor axes."""
+
+    @property
+    @override
+    def name(self) -> str:
+        return "tensor parallelism"
+
+    @override
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        along_data = {placements[axis] for _, placements in config.parameters for axis in mesh.data_axes}
+        partial = any(Partial() in placements for _, placements in config.parameters)
+        known = mesh.tensor_axes and not partial and along_data <= {Replicate()}
+        return frozenset({"parameters"}) if config.parameters and known else frozenset()
+
+    # ---- what is legal ----------------------------------------------------------------------------------------------
+
+    @override
+    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+        return []  # a graph of pieces is given with their placements; see `split_search`
+
+    # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    @override
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        return False
+
+    @override
+    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+        return iter(())
+
+    @override
+    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+        return
+
+    # ---- how it is applied -------------------------------------------------------------------------------------------
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        """Cut the parameters. Rank 0's values count, as in DDP, and ranks of one group draw the same random numbers."""
+        if not model.mesh.tensor_axes:
+            return None
+        axes = TensorAxes.with_groups(model.mesh)
+        parameters = dict(model.module.named_parameters(remove_duplicate=False))
+        placements = placements_of(model, parameters)
+        for name, along in placements.items():
+            check_split(name, tuple(parameters[name].shape), along, axes)
+        _take_over(model.module, model.device)
+        _draw_alike(own_group(model.mesh.groups_along(model.mesh.tensor_axes)))
+        split = split_parameters(model.module, placements, axes)
+        new = {one.original: one.slice for one in split}
+        model.parameters = {
+            block: {name: new.get(parameter, parameter) for name, parameter in named.items()}
+            for block, named in model.parameters.items()
+        }
+        for one in split:
+            mark_slices(one.slice, one.how.slices)
+        mode = SplitMode(axes)
+        wrapped = _wrap(model, mode, split)
+        model.before_block = mode.whole
+
+        def undo() -> None:
+            for module in wrapped:
+                _unwrap(module)
+            join_parameters(model.module, split)
+
+        return Applied(
+            undo=undo,
+            replaced={one.original: one.slice for one in split},
+            split={one.original: one.how for one in split},
+            around_step=mode.on,
+            attach=_check_optimizer,
+        )
+
+
+def placements_of(model: ParallelModel, parameters: Mapping[str, nn.Parameter]) -> dict[str, Placements]:
+    """Return where parameters are along the tensor axes, by the full names of those that a plan places.
+
+    Raises ValueError for a name that its block does not have.
+    """
+    found: dict[str, Placements] = {}
+    for block, config in model.configs.items():
+        for name, placements in config.parameters:
+            full = f"{block}.{name}" if block else name
+            if full not in parameters:
+                raise ValueError(
+                    f"the plan places a parameter {name!r} of block {block!r}, which has none of that name"
+                )
+            found[full] = tuple(placements[axis] for axis in model.mesh.tensor_axes)
+    return found
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if any(slices_of(parameter) > 1 for parameter in parameters_of(optimizer)) and not is_one_of(
+        optimizer, ELEMENTWISE
+    ):
+        raise ValueError(
+            f"{type(optimizer).__name__} looks at whole parameters (their norms, or rows and columns together), and this "
+            "plan cuts them along tensor axes: use an optimizer that updates elements one by one, such as AdamW or SGD, or "
+            "a plan without tensor axes"
+        )
+
+
+class _SplitForward:
+    """A module's forward in the mode, whoever calls it: a step, a hook of the user, or backward, to recompute it."""
+
+    def __init__(self, module: nn.Module, mode: SplitMode, layouts: Mapping[str, Layout], *, is_block: bool) -> None:
+        self.forward, self.mode, self.own = module.forward, mode, module._parameters
+        self.layouts, self.is_block = layouts, is_block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for name, layout in self.layouts.items():
+            parameter = self.own[name]
+            if parameter is not None and layout_of(parameter) is None:
+                with_layout(parameter, layout)  # gathered by FSDP2, which put it there
+        with self.mode.on():
+            if not self.is_block:
+                return self.forward(*args, **kwargs)
+            args, kwargs = self.mode.whole(args), self.mode.whole(kwargs)
+            return self.mode.whole(self.forward(*args, **kwargs))
+
+
+def _wrap(model: ParallelModel, mode: SplitMode, split: Sequence[SplitParameter]) -> list[nn.Module]:
+    """Wrap the modules that hold slices. Between blocks tensors are whole: costs count on it, and FSDP2's hooks make new
+    tensors of what passes.
+    """
+    layouts = {one.slice: one.how.layout for one in split}
+    blocks = {model.module.get_submodule(name) for name in model.configs if name}
+    wrapped = [module for module in model.module.modules() if any(p in layouts for p in module.parameters())]
+    for module in wrapped:
+        own = {name: layouts[p] for name, p in module._parameters.items() if p in layouts}
+        module.forward = _SplitForward(module, mode, own, is_block=module in blocks)
+    return wrapped
+
+
+def _unwrap(module: nn.Module) -> None:
+    wrapped = module.__dict__.get("forward")
+    assert isinstance(wrapped, _SplitForward), "another technique was not undone"
+    del module.__dict__["forward"]
+    if module.forward != wrapped.forward:  # the user's own instance attribute was there before
+        module.__dict__["forward"] = wrapped.forward
+
+
+@torch.no_grad()
+def _take_over(module: nn.Module, device: torch.device) -> None:
+    for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
+        tensor.data = tensor.data.to(device).contiguous()
+        dist.broadcast(tensor.data, 0)
+
+
+def _draw_alike(group: dist.ProcessGroup) -> None:
+    states = [(torch.get_rng_state(), _cuda_state(), np.random.get_state(), random.getstate())]
+    dist.broadcast_object_list(states, group=group, group_src=0)
+    cpu, cuda, of_numpy, of_python = states[0]
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
+
+
+def _cuda_state() -> torch.Tensor | None:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

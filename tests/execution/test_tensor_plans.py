@@ -1,0 +1,223 @@
+"""Plans with tensor axes, alone and beside every way of data parallelism, against one process: gradients, clipping, states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_topt.execution.engine import Engine
+from lightning_topt.graph.mesh_axes import Axis, Mesh
+from lightning_topt.graph.op_config import OpConfig, Placement, Replicate, Shard
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
+from lightning_topt.plan.presets import PRESETS
+from lightning_topt.techniques.tensor_parallel.layout import layout_of
+from tests.launch import run_ranks
+from tests.models import GPT
+
+STEPS, BATCH, MICROBATCHES = 3, 8, 2
+CPU = torch.device("cpu")
+TENSOR = Mesh((Axis("tensor", 4),))
+BESIDE_DATA = Mesh((Axis("data", 2), Axis("tensor", 2)))
+OF_BLOCK = {
+    "qkv.weight": Shard(0, parts=3),
+    "qkv.bias": Shard(0, parts=3),
+    "project.weight": Shard(1),
+    "up.weight": Shard(0),
+    "up.bias": Shard(0),
+    "down.weight": Shard(1),
+}
+OF_REST = {"tokens.weight": Shard(0), "positions.weight": Shard(1), "head.weight": Shard(0)}
+# What runs the blocks 0, 1 and the rest; "+" recomputes.
+LAYOUTS: dict[str, tuple[Mesh, str, str, str]] = {
+    "tensor axis alone": (TENSOR, "ddp", "ddp+", "ddp"),
+    "beside DDP": (BESIDE_DATA, "ddp+", "ddp", "ddp"),
+    "beside ZeRO-1": (BESIDE_DATA, "zero1", "ddp", "zero1"),
+    "beside ZeRO-2 and 3": (BESIDE_DATA, "zero3+", "zero2", "zero3"),
+    "all of them": (BESIDE_DATA, "zero1+", "zero3", "ddp"),
+}
+
+
+class Net(GPT):
+    def __init__(self) -> None:
+        super().__init__(layers=2, width=16, heads=4)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        logits = super().forward(batch[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def placed(names: dict[str, Shard], mesh: Mesh) -> tuple[tuple[str, tuple[Placement, ...]], ...]:
+    data = (Replicate(),) * len(mesh.data_axes)
+    return tuple((name, (*data, shard)) for name, shard in names.items())
+
+
+def plan_of(layout: str) -> ParallelPlan:
+    mesh, *presets = LAYOUTS[layout]
+    blocks = [
+        BlockPlan(
+            name,
+            OpConfig(
+                PRESETS[preset.rstrip("+")].storage(mesh),
+                recompute=preset.endswith("+"),
+                parameters=placed(OF_BLOCK if name else OF_REST, mesh),
+            ),
+        )
+        for name, preset in zip(("blocks.0", "blocks.1", ""), presets, strict=True)
+    ]
+    return ParallelPlan.of_blocks(blocks, mesh=mesh)
+
+
+def data() -> Tensor:
+    return torch.randint(0, 32, (STEPS, BATCH, 9), generator=torch.Generator().manual_seed(3))
+
+
+def shares(batch: Tensor, mesh: Mesh, rank: int) -> list[Tensor]:
+    """The microbatches of a rank: equal along tensor axes."""
+    return list(batch.chunk(mesh.data_parallel_size)[rank // mesh.ranks_along(mesh.tensor_axes)].chunk(MICROBATCHES))
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(tokens)
+    return loss
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    # The gradient of a key's bias is zero but for rounding: a large eps keeps Adam from making steps of it.
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3, fused=True)
+
+
+def one_process() -> Any:
+    torch.manual_seed(0)
+    module = Net()
+    optimizer = optimizer_of(module)
+    record = []
+    for batch in data():
+        loss = module(batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        record.append((loss.item(), float(norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return record, module.state_dict(), optimizer.state_dict()
+
+
+def train(rank: int, layout: str) -> Any:
+    torch.manual_seed(rank)  # rank 0's weights must win, as under DDP
+    module = Net()
+    originals = dict(module.named_parameters())
+    plan = ParallelPlan.from_yaml(plan_of(layout).to_yaml())
+    engine = Engine(plan, module, device=CPU)
+    engine.apply()
+    optimizer = optimizer_of(module)
+    engine.attach_optimizers([optimizer])
+    elements = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters())
+    record = []
+    for batch in data():
+        losses = engine.run_step(shares(batch, plan.mesh, rank), loss_of)
+        dist.all_reduce(mean := losses.mean())
+        norm = engine.clip_norm(list(module.parameters()), 0.5)
+        record.append((mean.item() / dist.get_world_size(), float(norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = engine.state_dict()
+    again = resumed(plan, state)
+    outside = None
+    if not any(isinstance(p, DTensor) for p in module.parameters()):  # FSDP2's modules are called by their root
+        with torch.no_grad():
+            outside = module(data()[0]).item()
+    engine.release()
+    engine.close()
+    assert all(p is originals[n] and layout_of(p) is None for n, p in module.named_parameters())
+    assert not any(m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
+    loss = module(data()[0])  # a plain module again: runs without any peer
+    loss.backward()
+    assert outside is None or outside == pytest.approx(loss.item(), rel=1e-5)
+    after = engine.optimizer_state(optimizer)
+    return record, state, {name: value.clone() for name, value in module.state_dict().items()}, after, elements, again
+
+
+def resumed(plan: ParallelPlan, state: Any) -> Any:
+    """The whole states of an engine that loaded `state`."""
+    states = [state]
+    dist.broadcast_object_list(states)
+    module = Net()
+    engine = Engine(plan, module, device=CPU)
+    engine.apply()
+    optimizer = optimizer_of(module)
+    engine.attach_optimizers([optimizer])
+    engine.load(states[0])
+    found = engine.state_dict()
+    engine.release()
+    return found
+
+
+def same_states(found: Any, expected: Any, *, exactly: bool = False) -> None:
+    assert found["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
+    assert set(found["state"]) == set(expected["state"])
+    for index, values in expected["state"].items():
+        for key, value in values.items():
+            other = found["state"][index][key]
+            if exactly:
+                assert torch.equal(other, value)
+            else:
+                torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plan_trains_as_one_process(layout: str) -> None:
+    expected, module_state, optimizer_state = one_process()
+    results = run_ranks(train, 4, layout)
+    for record, _, module, _, _, _ in results:
+        torch.testing.assert_close(torch.tensor(record), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+        for name, value in module_state.items():
+            torch.testing.assert_close(module[name], value, rtol=1e-4, atol=1e-6)
+    _, state, module, after, _, again = results[0]
+    assert all(torch.equal(state["module"][name], value) for name, value in module.items())
+    same_states(state["optimizers"][0], optimizer_state)
+    same_states(after, state["optimizers"][0], exactly=True)
+    same_states(again["optimizers"][0], state["optimizers"][0], exactly=True)
+    assert all(torch.equal(again["module"][name], value) for name, value in module.items())
+
+
+def test_ranks_hold_their_slices_only() -> None:
+    whole = sum(p.numel() for p in Net().parameters())
+    split = sum(
+        p.numel() for name, p in Net().named_parameters() if any(name.endswith(end) for end in {**OF_BLOCK, **OF_REST})
+    )
+    results = run_ranks(train, 4, "tensor axis alone")
+    assert {elements for *_, elements, _ in results} == {whole - split + split // 4}
+
+
+def bad_plan(changes: dict[str, Shard], mesh: Mesh = TENSOR) -> ParallelPlan:
+    config = OpConfig(PRESETS["ddp"].storage(mesh), parameters=placed(changes, mesh))
+    return ParallelPlan.of_blocks([BlockPlan("", config)], mesh=mesh)
+
+
+def refused(rank: int) -> list[str]:
+    plans = [
+        bad_plan({"blocks.0.qkv.weight": Shard(2)}),
+        bad_plan({"blocks.0.nothing": Shard(0)}),
+        bad_plan({"norm.weight": Shard(0, parts=3)}),
+        bad_plan({"norm.weight": Shard(0)}, Mesh((Axis("time", 4),))),
+    ]
+    sentences = []
+    for plan in plans:
+        with pytest.raises((PlanError, ValueError)) as caught:
+            Engine(plan, Net(), device=CPU).apply()
+        sentences.append(str(caught.value))
+    engine = Engine(bad_plan({"head.weight": Shard(0)}), module := Net(), device=CPU)
+    engine.apply()
+    with pytest.raises(ValueError, match="updates elements one by one") as caught:
+        engine.attach_optimizers([torch.optim.Adafactor(module.parameters())])
+    return sentences
+
+
+def test_what_cannot_be_split_is_named() -> None:
+    sentences = run_ranks(refused, 4)[0]
+    wanted = ["no dim 2", "has none of that name", "does not divide into 3 parts for 4 ranks", "axis 'time'"]
+    assert all(words in sentence for words, sentence in zip(wanted, sentences, strict=True))

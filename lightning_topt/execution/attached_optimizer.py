@@ -20,6 +20,7 @@ from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.local_step import install_local_step
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.optim.pieces import Piece, num_rows
+from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
@@ -46,6 +47,12 @@ class AttachedOptimizer:
         how = {**split, **{replaced[original]: how for original, how in split.items()}}
         before = enumerate(parameters_of(optimizer))
         self._split = {index: how[parameter] for index, parameter in before if parameter in how}
+        if self._split and not is_one_of(optimizer, ELEMENTWISE):
+            raise ValueError(
+                f"{type(optimizer).__name__} looks at whole parameters (their norms, or rows and columns together), and this "
+                "plan cuts them along tensor axes: use an optimizer that updates elements one by one, such as AdamW or SGD, or "
+                "a plan without tensor axes"
+            )
         if replaced or split:
             follow_parameters(optimizer, replaced, split)
         steps = [step for install in attach if (step := install(optimizer)) is not None]

@@ -65,9 +65,11 @@ class Engine:
         self._options = options or RunOptions()
         self._applied: list[Applied] = []
         self._split: dict[Tensor, SplitTensor] = {}
+        self._slices: dict[Tensor, int] = {}
         self._model: nn.Module = module
         self._optimizers: dict[Optimizer, AttachedOptimizer] = {}
         self._schedules: dict[int, tuple[Action, ...]] = {}
+        self.data_group: dist.ProcessGroup | None = None  # that the batch is split among, once applied; None: all ranks
         self.exchange: CompressedExchange | None = None  # of the plan's gradients, once applied
         try:
             check_runs(plan.mesh, self._configs, plan.gradient_exchange)
@@ -93,7 +95,7 @@ class Engine:
             module=self.module,
             mesh=self.plan.mesh,
             configs=self._configs,
-            parameters=self._parameters,
+            parameters={block: {**named} for block, named in self._parameters.items()},
             device=self.device,
             root=self.module if wrapped is None else wrapped,
             exchange=self.plan.gradient_exchange,
@@ -104,9 +106,9 @@ class Engine:
                 self._applied.append(applied)
                 self._split.update(applied.split)
                 self.exchange = applied.exchange or self.exchange
-        for original, how in self._split.items():
-            sharded_gradients.mark_slices(self._replaced[original], how.slices)
-        self._model = model.root
+        now = self._replaced
+        self._slices = {now[original]: how.slices for original, how in self._split.items()}
+        self._model, self.data_group = model.root, model.data_group
         _say_where_nodes_differ(self.plan, self._options.topology)
         return self._model
 
@@ -159,7 +161,11 @@ class Engine:
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients to a common norm of at most `max_norm`; returns the norm before. A collective call."""
-        return sharded_gradients.clip_norm_(parameters, max_norm, norm_type=norm_type)
+        return sharded_gradients.clip_norm_(parameters, max_norm, norm_type=norm_type, slices=self.slices_of)
+
+    def slices_of(self, parameter: Tensor) -> int:
+        """Return into how many slices along tensor axes `parameter`, one that the module has now, is cut."""
+        return self._slices.get(parameter, 1)
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp every gradient to [-`clip_value`, `clip_value`]."""
@@ -234,7 +240,7 @@ class Engine:
             attached.release()
         for applied in reversed(self._applied):
             applied.undo()
-        self._applied, self._split, self._model = [], {}, self.module
+        self._applied, self._split, self._slices, self._model = [], {}, {}, self.module
 
     def return_optimizer_state(self, optimizer: Optimizer) -> None:
         """Give an optimizer that is used again after `release` its whole state, on every rank. A collective call."""

@@ -80,6 +80,13 @@ class Mesh:
         """Into how many parts the global batch is split."""
         return math.prod(self.shape[index] for index in self.data_axes)
 
+    def data_rank(self, rank: int) -> int:
+        """Return which part of the global batch `rank` gets: its position along the data axes, row by row."""
+        position = 0
+        for axis in self.data_axes:
+            position = position * self.shape[axis] + rank // self.stride([axis]) % self.shape[axis]
+        return position
+
     def groups_along(self, axes: Sequence[int]) -> list[list[int]]:
         """Return the ranks of each group along `axes` (indices), in order; without axes every rank is alone."""
         ranks = np.arange(self.size).reshape(self.shape)

@@ -19,21 +19,25 @@ from torch.optim import Optimizer
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.local_step import local_parameters
 
-_SLICES = "_topt_slices"
+Slices = Callable[[Tensor], int]  # into how many slices, along axes that DTensors do not know, a parameter is cut
 
 
-def total_norm(parameters: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
+def _whole(_: Tensor) -> int:
+    return 1
+
+
+def total_norm(parameters: Iterable[Tensor], *, norm_type: float = 2.0, slices: Slices = _whole) -> Tensor:
     """Return the norm of all gradients together, equal on all ranks, without dims; 0 where there are none.
 
     A collective call of all ranks. As ``torch.nn.utils.get_total_norm`` of the whole gradients, in another order of summation.
     """
     power, given = float(norm_type), [parameter for parameter in parameters if parameter.grad is not None]
     device = given[0].device if given else torch.device("cpu")
-    whole = _partial([p for p in given if not _is_cut(p)], power, device)
+    whole = _partial([p for p in given if not _is_cut(p, slices)], power, device)
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in given:
-        if _is_cut(parameter):
-            by_copies.setdefault(_copies(parameter), []).append(parameter)
+        if _is_cut(parameter, slices):
+            by_copies.setdefault(_copies(parameter, slices), []).append(parameter)
     if by_copies:
         parts = [_partial(p, power, device) / (1 if power == inf else n) for n, p in sorted(by_copies.items())]
         sharded = torch.stack(parts).amax() if power == inf else torch.stack(parts).sum()
@@ -43,14 +47,19 @@ def total_norm(parameters: Iterable[Tensor], *, norm_type: float = 2.0) -> Tenso
 
 
 def clip_norm_(
-    parameters: Iterable[Tensor], max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    slices: Slices = _whole,
 ) -> Tensor:
     """Scale the gradients to a norm of at most `max_norm`, as ``torch.nn.utils.clip_grad_norm_``; return the norm before.
 
     A collective call. Raises RuntimeError for a norm that is not finite with `error_if_nonfinite`, on all ranks.
     """
     given = list(parameters)
-    total = total_norm(given, norm_type=norm_type)
+    total = total_norm(given, norm_type=norm_type, slices=slices)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped; to scale them all "
@@ -97,24 +106,13 @@ def _partial(parameters: Sequence[Tensor], power: float, device: torch.device) -
     return norm if power == inf else norm**power
 
 
-def mark_slices(parameter: Tensor, count: int) -> None:
-    """Say that `parameter`, a plain tensor or a DTensor, is one of `count` slices of the user's (1: all of it)."""
-    setattr(parameter, _SLICES, count)
+def _is_cut(parameter: Tensor, slices: Slices) -> bool:
+    return isinstance(parameter, DTensor) or slices(parameter) > 1
 
 
-def slices_of(parameter: Tensor) -> int:
-    """Return what `mark_slices` said; 1 by default."""
-    count: int = getattr(parameter, _SLICES, 1)
-    return count
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) or slices_of(parameter) > 1
-
-
-def _copies(parameter: Tensor) -> int:
+def _copies(parameter: Tensor, slices: Slices) -> int:
     """Return how many ranks hold the same shard."""
-    shards = slices_of(parameter)
+    shards = slices(parameter)
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         shards *= math.prod(size for size, placement in sizes if placement.is_shard())

@@ -27,14 +27,16 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
+from lightning_topt.plugins.data_ranks import DataRanks
 from lightning_topt.plugins.ddp_parts import known_options, register_names
-from lightning_topt.plugins.engine_checkpoints import EngineCheckpoints, is_held_by
+from lightning_topt.plugins.engine_checkpoints import is_held_by
 from lightning_topt.plugins.example_batch import example_batches
 from lightning_topt.plugins.exchange_monitor import add_monitor
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import check_agreement
 from lightning_topt.plugins.read_options import (
+    check_given_plan,
     check_planner_options,
     read_cluster,
     read_memory_limit,
@@ -47,7 +49,7 @@ from lightning_topt.techniques.data_parallel import register_hook, wrap_in_ddp
 from lightning_topt.techniques.technique import RunOptions
 
 
-class AutoParallelStrategy(EngineCheckpoints):
+class AutoParallelStrategy(DataRanks):
     """Distributed data parallelism that plans before it runs: ``Trainer(strategy="topt")``.
 
     A fit begins as it does under Lightning's ``ddp``, hook by hook. At the first training batch the step is captured
@@ -115,6 +117,7 @@ class AutoParallelStrategy(EngineCheckpoints):
             allowed=AllowedExchanges.read(allow_compression),
             own_hook=self._ddp_comm_hook is not None or self._ddp_kwargs.get("mixed_precision") is not None,
         )
+        self._given_plan = check_given_plan(self.request.plan, checkpoint=checkpoint)
         self.planning: Planning | None = None
         self.planned_by: str | None = None
         self.planning_seconds: float | None = None
@@ -211,9 +214,10 @@ class AutoParallelStrategy(EngineCheckpoints):
         if self.exchange is not None:
             add_monitor(trainer)
         if self._engine.has_shards:
-            self._unclip = clip_sharded(self.precision_plugin, device=self.root_device)
+            self._unclip = clip_sharded(self.precision_plugin, device=self.root_device, slices=self._engine.slices_of)
         module.to(self.root_device)
         self._running = True
+        self._group_metrics(module)
 
     def _start_plan(self, trainer: pl.Trainer) -> None:
         """Apply the plan to a module and to optimizers that are set up."""
@@ -270,6 +274,7 @@ class AutoParallelStrategy(EngineCheckpoints):
     @override
     def teardown(self) -> None:
         self._waits_for_batch = False
+        self._ungroup_metrics()
         if self._unclip is not None:
             self._unclip()
             self._unclip = None
@@ -312,7 +317,7 @@ class AutoParallelStrategy(EngineCheckpoints):
             yield
             return
         # Parameters gathered in inference mode would be inference tensors, which the next training step cannot update.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self._around_step():
             yield
 
     # ---- registration ---------------------------------------------------------------------------------------------

@@ -197,13 +197,15 @@ def _check_features(
     plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
 ) -> None:
     levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
+    split = {f"{b.block}.{name}".lstrip(".") for b in plan.blocks for name, _ in b.config.parameters}
 
     def would_shard(parameter: str) -> bool:
-        return bool(levels[block_of(parameter, levels)])
+        return bool(levels[block_of(parameter, levels)]) or parameter in split
 
     shards = not plan.keeps_gradients_whole
     if shards and (reason := _needs_whole_parameters(request, trainer, graph, would_shard=would_shard)):
-        raise PlanError(f"this plan shards parameters, but {reason}; choose ZeRO level 0 or 1")
+        way_out = "choose a plan without tensor axes" if split else "choose ZeRO level 0 or 1"
+        raise PlanError(f"this plan shards parameters, but {reason}; {way_out}")
     check_exchange_of_run(plan, trainer)
 
 

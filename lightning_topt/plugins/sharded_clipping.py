@@ -6,17 +6,18 @@ from collections.abc import Callable
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.sharded_gradients import agree_on_overflow, clip_norm_, clip_value_
 
 
-def clip_sharded(precision: Precision, *, device: torch.device) -> Callable[[], None]:
-    """Make `precision` clip, unscale and look for overflows over all ranks' shards; the result undoes it."""
+def clip_sharded(precision: Precision, *, device: torch.device, slices: Callable[[Tensor], int]) -> Callable[[], None]:
+    """Make `precision` clip, unscale and look for overflows over all ranks' shards and slices; the result undoes it."""
 
     def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_norm_(parameters_of(optimizer), clip_val)
+        clip_norm_(parameters_of(optimizer), clip_val, slices=slices)
 
     def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         clip_value_(parameters_of(optimizer), clip_val)

@@ -23,9 +23,6 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Placements, Replicate
 from lightning_topt.graph.op_graph import Block
-from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.sharded_gradients import mark_slices, slices_of
-from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of
 from lightning_topt.techniques.technique import Applied, BlockSeconds, Neighbours, ParallelModel, Technique
 from lightning_topt.techniques.tensor_parallel.layout import Layout, layout_of, with_layout
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
@@ -93,8 +90,6 @@ class TensorParallelism(Technique):
             block: {name: new.get(parameter, parameter) for name, parameter in named.items()}
             for block, named in model.parameters.items()
         }
-        for one in split:
-            mark_slices(one.slice, one.how.slices)
         mode = SplitMode(axes)
         wrapped = _wrap(model, mode, split)
         model.before_block = mode.whole
@@ -109,7 +104,6 @@ class TensorParallelism(Technique):
             replaced={one.original: one.slice for one in split},
             split={one.original: one.how for one in split},
             around_step=mode.on,
-            attach=_check_optimizer,
         )
 
 
@@ -128,17 +122,6 @@ def placements_of(model: ParallelModel, parameters: Mapping[str, nn.Parameter]) 
                 )
             found[full] = tuple(placements[axis] for axis in model.mesh.tensor_axes)
     return found
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    if any(slices_of(parameter) > 1 for parameter in parameters_of(optimizer)) and not is_one_of(
-        optimizer, ELEMENTWISE
-    ):
-        raise ValueError(
-            f"{type(optimizer).__name__} looks at whole parameters (their norms, or rows and columns together), and this "
-            "plan cuts them along tensor axes: use an optimizer that updates elements one by one, such as AdamW or SGD, or "
-            "a plan without tensor axes"
-        )
 
 
 class _SplitForward:

@@ -1,0 +1,132 @@
+"""Plans with tensor axes under a Trainer: samples, losses, logged metrics, evaluation and files are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_topt import AutoParallelStrategy
+from lightning_topt.plan.parallel_plan import PlanError
+from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks, topt_trainer
+
+
+class Counted(RecordingGPT):
+    """Counts samples in a torchmetrics metric, and logs sums over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(heads=2)
+        self.samples = torchmetrics.SumMetric()
+        self.logged: list[float] = []
+        self.predicted: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("sum", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_epoch=True, on_step=False)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.samples.update(float(len(batch[0])))
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.logged.append(float(self.samples.compute()))
+        self.samples.reset()
+
+
+def plan(data: int, storage: str) -> dict[str, Any]:
+    placed = {
+        name: {"data": "replicate", "tensor": shard}
+        for name, shard in {
+            "qkv.weight": "shard(0, parts=3)",
+            "qkv.bias": "shard(0, parts=3)",
+            "project.weight": "shard(1)",
+            "up.weight": "shard(0)",
+            "up.bias": "shard(0)",
+            "down.weight": "shard(1)",
+        }.items()
+    }
+    blocks: list[dict[str, Any]] = [
+        {"block": f"blocks.{index}", "storage": storage, "recompute": index == 0, "computes": {"parameters": placed}}
+        for index in range(2)
+    ]
+    rest = {"tokens.weight": {"data": "replicate", "tensor": "shard(0)"}}
+    blocks.append({"block": "", "storage": storage, "computes": {"parameters": rest}})
+    mesh = [{"name": "data", "size": data}, {"name": "tensor", "size": 2}]
+    return {"version": 2, "mesh": mesh, "stages": [{"blocks": blocks}]}
+
+
+def fit(rank: int, data: int, storage: str, folder: Path, resume: Path | None = None) -> Any:
+    torch.manual_seed(rank)
+    trainer, module = topt_trainer(plan(data, storage), max_epochs=2, gradient_clip_val=0.5), Counted()
+    trainer.fit(module, loader(8 // data), loader(8 // data, length=16), ckpt_path=resume)
+    trainer.save_checkpoint(folder / "topt.ckpt")
+    losses, metrics = module.losses, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    tested = trainer.test(module, loader(8 // data), verbose=False)[0]["test_loss"]
+    predicted = trainer.predict(module, loader(8 // data))
+    assert predicted is not None
+    return losses, metrics, module.logged, tested, [batch.shape for batch in predicted], dict(module.state_dict())
+
+
+def in_order() -> DataLoader[Any]:
+    """The order of Lightning's distributed sampler for one rank, whose batches are those of several together."""
+    data = Tokens()
+    return DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+
+
+def one_process(folder: Path) -> Any:
+    torch.manual_seed(0)
+    trainer, module = make_trainer(max_epochs=2, gradient_clip_val=0.5), Counted()
+    trainer.fit(module, in_order(), loader(8, length=16))
+    trainer.save_checkpoint(folder / "plain.ckpt")
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    tested = trainer.test(module, loader(8), verbose=False)[0]["test_loss"]
+    return module.losses, metrics, module.logged, tested, dict(module.state_dict())
+
+
+@pytest.mark.parametrize(("data", "storage"), [(1, "ddp"), (2, "zero1"), (2, "zero3")])
+def test_a_fit_is_that_of_one_process(data: int, storage: str, tmp_path: Path) -> None:
+    losses, metrics, counted, tested, state = one_process(tmp_path)
+    del metrics["train_loss"]
+    results = on_ranks(fit, data, storage, tmp_path, world_size=2 * data)
+    for own_losses, own_metrics, own_counted, own_tested, shapes, own_state in results:
+        # Sums in another order, which 16 steps of Adam let grow.
+        assert own_losses == pytest.approx(losses, rel=1e-3)
+        del own_metrics["train_loss"]  # of the last batch of a rank, as under ddp
+        assert own_metrics == pytest.approx(metrics, rel=1e-3)
+        assert own_counted == counted and own_tested == pytest.approx(tested, rel=1e-3)
+        assert set(shapes) == {(8 // data, 8)}
+        for name, value in state.items():
+            torch.testing.assert_close(own_state[name], value, rtol=1e-3, atol=1e-4)
+    saved, plain = (torch.load(tmp_path / name, weights_only=False) for name in ("topt.ckpt", "plain.ckpt"))
+    assert list(saved["state_dict"]) == list(plain["state_dict"])
+    for index, values in plain["optimizer_states"][0]["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(saved["optimizer_states"][0]["state"][index][key], value, rtol=1e-3, atol=1e-4)
+
+
+def resumed(rank: int, folder: Path) -> Any:
+    torch.manual_seed(rank)
+    trainer, module = topt_trainer(plan(1, "ddp"), max_epochs=2, gradient_clip_val=0.5), Counted()
+    trainer.fit(module, loader(8), loader(8, length=16), ckpt_path=folder / "half.ckpt")
+    return module.losses
+
+
+def test_any_checkpoint_goes_on_under_a_plan_with_tensor_axes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trainer, module = make_trainer(max_epochs=1, gradient_clip_val=0.5), Counted()
+    trainer.fit(module, in_order(), loader(8, length=16))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    losses = one_process(tmp_path)[0]
+    for own in on_ranks(resumed, tmp_path):
+        assert own == pytest.approx(losses[len(losses) // 2 :], rel=1e-4)
+
+
+def test_folders_of_shards_are_refused() -> None:
+    with pytest.raises(PlanError, match="does not know tensor axes"):
+        AutoParallelStrategy(plan=plan(1, "ddp"), checkpoint="sharded")

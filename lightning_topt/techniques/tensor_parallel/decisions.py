@@ -13,15 +13,17 @@ _STAYS = 1000.0  # a parameter that moves travels in every step
 
 
 class Known(NamedTuple):
-    """A `Known` is where an argument is before the call, whether it needs a gradient, and whether it is a parameter."""
+    """A `Known` is where an argument is before the call, whether it needs a gradient, is a parameter, is of type bool."""
 
     layout: Layout
     needs_grad: bool
     is_parameter: bool
+    is_mask: bool = False
 
 
 class Decision(NamedTuple):
-    """Placements by axis: of every argument, of every result (empty: all are whole), and the argument added at the end.
+    """Placements by axis: of every argument, of every result (empty: all are whole), and the argument added at the end, whose
+    only dim is dim `along` of the result.
 
     `enters` says, for every argument and axis, that it is whole and each rank uses it differently.
     """
@@ -30,6 +32,7 @@ class Decision(NamedTuple):
     enters: tuple[tuple[bool, ...], ...]
     outputs: tuple[tuple[Placement, ...], ...]
     added: int | None
+    along: int = -1
 
 
 def decide(kind: Kind | None, call: Call, known: Sequence[Known], sizes: Sequence[int], *, in_place: bool) -> Decision:
@@ -43,7 +46,7 @@ def decide(kind: Kind | None, call: Call, known: Sequence[Known], sizes: Sequenc
         tuple(row.outputs[min(index, len(row.outputs) - 1)] if row.outputs else REPLICATE for row in chosen)
         for index in range(count)
     )
-    added = [row.added for row in chosen if row.added is not None]
+    added = next((row for row in chosen if row.added is not None), None)
     if in_place and inputs[0] != known[0].layout.placements:
         raise ValueError(
             f"{call.func.__name__} changes a tensor in place that is split {_shown(known[0].layout)}, which is not known for "
@@ -51,10 +54,13 @@ def decide(kind: Kind | None, call: Call, known: Sequence[Known], sizes: Sequenc
         )
     splits = [any(isinstance(placement, Shard) for placement in row.inputs) for row in chosen]
     enters = tuple(
-        tuple(split and placement == REPLICATE for split, placement in zip(splits, placements, strict=True))
-        for placements in inputs
+        tuple(
+            split and placement == REPLICATE and row.added != place  # what is added to a sum is used alike by all ranks
+            for split, placement, row in zip(splits, placements, chosen, strict=True)
+        )
+        for place, placements in enumerate(inputs)
     )
-    return Decision(inputs, enters, outputs, added[0] if added else None)
+    return Decision(inputs, enters, outputs, *((added.added, added.along) if added else (None,)))
 
 
 def _row(

@@ -48,7 +48,7 @@ def _run_attention(placed: Placed) -> Tensor:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1)
+    weights = torch._safe_softmax(scores, -1)  # zeros where everything is masked, as in the fused kernels
     whole = (*placed.inputs[0].shape[:-1], key.shape[-2])
     noise = F.dropout(torch.ones(whole, dtype=weights.dtype, device=weights.device), dropout)
     mixed: Tensor = (weights * placed.cut_like(noise, 0)) @ value
@@ -73,10 +73,7 @@ def _run_loss(placed: Placed) -> Tensor:
     ignored, reduction = placed.get(4, "ignore_index", -100), placed.get(6, "reduction", "mean")
     axes = placed.axes
     cut = [axis for axis, placement in enumerate(placed.inputs[0].placements) if placement == Shard(1)]
-    first, length = 0, placed.inputs[0].shape[1]
-    for axis in cut:
-        length //= axes.sizes[axis]
-        first += axes.coordinates[axis] * length
+    first, length = placed.place_along(0, 1)
     highest = logits.detach().amax(1)
     for axis in cut:
         axes.note("all_reduce", axis, highest)

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_topt.graph.op_config import Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.attributes import ATTRIBUTES, LOCAL
+from lightning_topt.techniques.tensor_parallel.composites import body_of
 from lightning_topt.techniques.tensor_parallel.decisions import Decision, Known, decide
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.kinds import Call, Operand, Placed, replaced, tensors_in
@@ -46,7 +47,7 @@ class SplitMode(TorchFunctionMode):
             if isinstance(arg, Tensor):
                 if "_topt_layout" in arg.__dict__:
                     return self._on_split(func, args, kwargs or {})
-            elif type(arg) in (list, tuple) and any(layout_of(each) is not None for each in tensors_in(arg)):
+            elif isinstance(arg, list | tuple) and any(layout_of(each) is not None for each in tensors_in(arg)):
                 return self._on_split(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -55,9 +56,13 @@ class SplitMode(TorchFunctionMode):
             return attribute(*args, **kwargs)
         if func in LOCAL:
             return func(*args, **kwargs)
+        kind = KINDS.get(func)
+        if kind is None and (body := body_of(func)) is not None:
+            with self:
+                return body(*args, **kwargs)
         tensors = list(tensors_in((*args, *kwargs.values())))
         known = [self._known_of(tensor) for tensor in tensors]
-        kind, in_place = KINDS.get(func), _is_in_place(func, kwargs)
+        in_place = _is_in_place(func, kwargs)
         key = _signature(func, args, kwargs, known)
         if key is None or (decision := self._known.get(key)) is None:
             call = _call(func, args, kwargs, known)
@@ -65,10 +70,8 @@ class SplitMode(TorchFunctionMode):
             if key is not None and len(self._known) < _MAX_KNOWN:
                 self._known[key] = decision
         local = [
-            tensor if index == decision.added else self._move(tensor, each.layout.placements, target, enters)
-            for index, (tensor, each, target, enters) in enumerate(
-                zip(tensors, known, decision.inputs, decision.enters, strict=True)
-            )
+            self._move(tensor, each.layout.placements, target, enters)
+            for tensor, each, target, enters in zip(tensors, known, decision.inputs, decision.enters, strict=True)
         ]
         if in_place:
             tensors[0].__dict__.pop(_MOVED, None)
@@ -77,7 +80,7 @@ class SplitMode(TorchFunctionMode):
 
     def _known_of(self, tensor: Tensor) -> Known:
         layout = layout_of(tensor) or self._whole._replace(shape=tuple(tensor.shape))
-        return Known(layout, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+        return Known(layout, tensor.requires_grad, isinstance(tensor, nn.Parameter), tensor.dtype == torch.bool)
 
     def _run(
         self,
@@ -130,7 +133,12 @@ class SplitMode(TorchFunctionMode):
                 placement = now[inner]
                 if isinstance(placement, Shard) and placement.dim == before.dim:
                     tensor, now[inner] = moves.gather(tensor, placement, axes, inner, shared=False), REPLICATE
-            if isinstance(after, Shard) and not any(_on(each, after.dim) for i, each in enumerate(now) if i != axis):
+            others = (each for index, each in enumerate(now) if index != axis)
+            if (
+                isinstance(after, Shard)
+                and after.dim != before.dim
+                and not any(_on(each, after.dim) for each in others)
+            ):
                 tensor, now[axis] = moves.exchange(tensor, before, after, axes, axis), after
             else:
                 shared = enters[axis]
@@ -148,16 +156,23 @@ class SplitMode(TorchFunctionMode):
         if not decision.outputs:
             return result
         if isinstance(result, Tensor):
-            return self._finished(result, decision.outputs[0], local, decision.added)
+            return self._finished(result, decision.outputs[0], local, decision.added, decision.along)
+        if not isinstance(result, list | tuple):
+            return result
         results = list(tensors_in(result))
         outputs = [decision.outputs[min(index, len(decision.outputs) - 1)] for index in range(len(results))]
-        new = [self._finished(each, placements, local, None) for each, placements in zip(results, outputs, strict=True)]
+        new = [self._finished(each, placements, local) for each, placements in zip(results, outputs, strict=True)]
         if all(a is b for a, b in zip(results, new, strict=True)):
             return result
-        return type(result)(new)
+        return type(result)(replaced([*result], new, of=Tensor))
 
     def _finished(
-        self, tensor: Tensor, placements: tuple[Placement, ...], local: Sequence[Tensor], added: int | None
+        self,
+        tensor: Tensor,
+        placements: tuple[Placement, ...],
+        local: Sequence[Tensor],
+        added: int | None = None,
+        along: int = -1,
     ) -> Tensor:
         """Sum what is partial, add what waits for that, and say where the result is."""
         now = [*placements]
@@ -169,11 +184,7 @@ class SplitMode(TorchFunctionMode):
                 else:
                     tensor, now[axis] = moves.reduce(tensor, self.axes, axis), REPLICATE
         if added is not None:
-            bias = local[added]
-            for axis, placement in enumerate(placements):
-                if isinstance(placement, Partial) and now[axis] != REPLICATE:
-                    bias = moves.enter(bias, self.axes, axis)
-            tensor = tensor + bias
+            tensor = tensor + self._bias(local[added], placements, now, at=tensor.ndim + along, after=-1 - along)
         if any(placement != REPLICATE for placement in now):
             shape = [*tensor.shape]
             for placement, size in zip(now, self.axes.sizes, strict=True):
@@ -181,6 +192,20 @@ class SplitMode(TorchFunctionMode):
                     shape[placement.dim] *= size
             with_layout(tensor, Layout(tuple(shape), tuple(now)))
         return tensor
+
+    def _bias(
+        self, bias: Tensor, summed: Sequence[Placement], now: Sequence[Placement], *, at: int, after: int
+    ) -> Tensor:
+        """The bias along dim `at` of a sum, `after` dims before its end, for what each rank keeps of the sum."""
+        for axis, (placement, kept) in enumerate(zip(summed, now, strict=True)):
+            if isinstance(placement, Partial) and isinstance(kept, Shard):
+                along = kept.dim == at
+                bias = (
+                    moves.take(bias, Shard(0, kept.parts), self.axes, axis)
+                    if along
+                    else moves.enter(bias, self.axes, axis)
+                )
+        return bias.view(-1, *(1 for _ in range(after)))
 
 
 def _on(placement: Placement, dim: int) -> bool:
@@ -203,6 +228,13 @@ _CHANGES = {
     "__ipow__",
     "__iand__",
     "__ior__",
+    "__ixor__",
+    "__imod__",
+    "__ifloordiv__",
+    "__ilshift__",
+    "__irshift__",
+    "__imatmul__",
+    "__set__",
 }
 
 
@@ -211,7 +243,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     new_args, new_kwargs = _with_operands((args, tuple(kwargs.values())), operands)
     placements = (placement for each in known for placement in each.layout.placements)
     parts = {1, *(placement.parts for placement in placements if isinstance(placement, Shard))}
-    return Call(func, new_args, dict(zip(kwargs, new_kwargs, strict=True)), operands, tuple(sorted(parts)))
+    masks = frozenset(index for index, each in enumerate(known) if each.is_mask)
+    return Call(func, new_args, dict(zip(kwargs, new_kwargs, strict=True)), operands, tuple(sorted(parts)), masks)
 
 
 def _with_operands(value: Any, operands: Sequence[Operand]) -> Any:

@@ -91,21 +91,28 @@ def _padding_rows(call: Call, ranks: int) -> Iterator[Row]:
 
 
 def _is_constant(call: Call) -> bool:
-    return call.get(2, "mode", "constant") == "constant"
+    return bool(call.get(2, "mode", "constant") == "constant")
 
 
 def _batch_norm_rows(call: Call, ranks: int) -> Iterator[Row]:
     """Channels, with their weights; samples and space where nothing is counted over them. Running statistics are whole."""
     x, weight, bias = call.get(0, "input"), call.get(3, "weight"), call.get(4, "bias")
-    name = call.func.__name__
-    counts = call.get(5, "training", False) if name == "batch_norm" else call.get(5, "use_input_stats", True)
+    counts = _counts(call)
     if divides(x.shape[1], ranks):
         placed: dict[Operand, Placement] = {each: Shard(0) for each in (weight, bias) if each is not None}
         yield call.row({x: Shard(1), **placed}, Shard(1))
     for dim, size in enumerate(x.shape):
-        alone = dim == 0 and name == "instance_norm" and call.get(1, "running_mean") is None
+        alone = dim == 0 and call.func is F.instance_norm and call.get(1, "running_mean") is None
         if dim != 1 and (alone or not counts) and divides(size, ranks):
             yield call.row({x: Shard(dim)}, Shard(dim))
+
+
+def _counts(call: Call) -> bool:
+    """Whether statistics are those of this batch."""
+    counts: bool = (
+        call.get(5, "use_input_stats", True) if call.func is F.instance_norm else call.get(5, "training", False)
+    )
+    return counts
 
 
 def _run_batch_norm(placed: Placed) -> Tensor:
@@ -119,9 +126,8 @@ def _run_batch_norm(placed: Placed) -> Tensor:
     if own:
         args, kwargs = with_argument(placed, 1, "running_mean", own[0])
         args, kwargs = with_argument(placed, 2, "running_var", own[1], args=args, kwargs=kwargs)
-    before = [each._version for each in own]
     result: Tensor = placed.call.func(*args, **kwargs)
-    if own and before != [each._version for each in own]:
+    if own and _counts(placed.call):
         whole = placed.gathered(torch.stack(own), cut, Shard(1))
         for each, new in zip(from_all, whole, strict=True):
             each.copy_(new)

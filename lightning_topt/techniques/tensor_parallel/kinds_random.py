@@ -17,7 +17,8 @@ from lightning_topt.techniques.tensor_parallel.layout import Layout
 
 def whole_like(x: Tensor, layout: Layout, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty tensor of the whole shape whose dims lie in memory as those of `x`: numbers are drawn in that order."""
-    order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
     return torch.empty_permuted(layout.shape, order, dtype=dtype or x.dtype, device=x.device)
 
 
@@ -66,7 +67,7 @@ def _drawn(placed: Placed) -> Tensor:
 DROPOUT = Kind("dropout", elementwise_rows, _dropout)
 CHANNEL_DROPOUT = Kind("dropout of channels", _channel_rows, _channel_dropout)
 RANDOM = Kind("random numbers", elementwise_rows, _drawn)
-_VF: Any = torch._VF  # type: ignore[attr-defined]
+_VF: Any = torch._VF
 register(DROPOUT, (F.dropout, torch.dropout))
 register(CHANNEL_DROPOUT, {torch.feature_dropout, torch.feature_dropout_, _VF.feature_dropout, _VF.feature_dropout_})
 register(RANDOM, named("rand_like randn_like", torch))

@@ -60,13 +60,6 @@ def compare(
     for name, parameter in parameters.items():
         assert torch.equal(parameter, others[name]), f"{name} did not come back"
     found["whole calls"] = float(sum(not decision.outputs for decision in mode._known.values()))
-    import os
-
-    if os.environ.get("SHOW"):
-        print(
-            [(k[0].__name__, [str(x.layout) for x in k[2]]) for k, d in mode._known.items() if not d.outputs],
-            flush=True,
-        ) if rank == 0 else None
     return found
 
 

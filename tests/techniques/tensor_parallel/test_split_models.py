@@ -197,7 +197,7 @@ def attention_loss(module: nn.Module) -> Tensor:
 
 
 class Images(nn.Module):
-    """Convolutions of several kinds, with statistics of batches."""
+    """Convolutions of several kinds. In double precision: statistics of batches amplify rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,6 +206,7 @@ class Images(nn.Module):
         self.point, self.norm3 = nn.Conv2d(16, 8, 1), nn.GroupNorm(4, 8)
         self.up, self.norm4 = nn.ConvTranspose2d(8, 8, 2, stride=2), nn.InstanceNorm2d(8, affine=True)
         self.pool, self.head = nn.MaxPool2d(2), nn.Linear(8, 8)
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(F.relu(self.norm1(self.stem(x)), inplace=True))
@@ -215,7 +216,7 @@ class Images(nn.Module):
 
 
 def images_loss(module: nn.Module) -> Tensor:
-    return F.cross_entropy(module(values(4, 3, 8, 8)), torch.tensor([0, 1, 2, 3]), label_smoothing=0.1)
+    return F.cross_entropy(module(values(4, 3, 8, 8).double()), torch.tensor([0, 1, 2, 3]), label_smoothing=0.1)
 
 
 IMAGES = {
@@ -229,20 +230,20 @@ IMAGES = {
     "head.weight": IN,
 }
 
-CASES: dict[str, tuple[Case, int]] = {
-    "llama": ((llama, causal_loss, LLAMA), 0),
-    "gpt2": ((gpt2, causal_loss, GPT2), 0),
-    "bert": ((bert, masked_loss, BERT), 0),
-    "bert, eager": ((bert_eager, masked_loss, BERT), 0),
-    "t5": ((t5, masked_loss, T5), 0),
-    "vit": ((vit, image_loss, VIT), 0),
-    "mixtral": ((mixtral, causal_loss, MIXTRAL), 0),
-    "mixtral, grouped": ((grouped_mixtral, causal_loss, MIXTRAL), 0),
-    "mixtral by expert": ((grouped_mixtral, causal_loss, BY_EXPERT), 0),
-    "encoder": ((encoder, encoder_loss, LAYER), 0),
-    "decoder": ((decoder, decoder_loss, LAYER), 0),
-    "attention": ((attention, attention_loss, ATTENTION), 0),
-    "images": ((Images, images_loss, IMAGES), 0),
+CASES: dict[str, Case] = {
+    "llama": (llama, causal_loss, LLAMA),
+    "gpt2": (gpt2, causal_loss, GPT2),
+    "bert": (bert, masked_loss, BERT),
+    "bert, eager": (bert_eager, masked_loss, BERT),
+    "t5": (t5, masked_loss, T5),
+    "vit": (vit, image_loss, VIT),
+    "mixtral": (mixtral, causal_loss, MIXTRAL),
+    "mixtral, grouped": (grouped_mixtral, causal_loss, MIXTRAL),
+    "mixtral by expert": (grouped_mixtral, causal_loss, BY_EXPERT),
+    "encoder": (encoder, encoder_loss, LAYER),
+    "decoder": (decoder, decoder_loss, LAYER),
+    "attention": (attention, attention_loss, ATTENTION),
+    "images": (Images, images_loss, IMAGES),
 }
 
 
@@ -250,7 +251,7 @@ def all_of(rank: int, names: list[str], mesh: Mesh) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         try:
-            found[name] = compare(rank, *CASES[name][0], mesh)
+            found[name] = compare(rank, *CASES[name], mesh)
         except Exception as error:
             raise RuntimeError(name) from error
     return found
@@ -259,5 +260,5 @@ def all_of(rank: int, names: list[str], mesh: Mesh) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_models(ranks: int) -> None:
     results = run_ranks(all_of, ranks, list(CASES), Mesh((Axis("tensor", ranks),)))
-    for name, (_, whole_calls) in CASES.items():
-        check([found[name] for found in results], whole_calls=whole_calls)
+    for name in CASES:
+        check([found[name] for found in results])

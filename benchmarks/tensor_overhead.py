@@ -130,10 +130,8 @@ def measure(rank: int, store: str, args: argparse.Namespace) -> None:
         if rank == 0:
             low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
             split_ms, hand_ms = (1e3 * statistics.median(each) for each in zip(*pairs, strict=True))
-            print(
-                f"width {width}: split {split_ms:.2f} ms, by hand {hand_ms:.2f} ms, ratio {middle:.3f} ({low:.3f} to {high:.3f})",
-                flush=True,
-            )
+            times = f"split {split_ms:.2f} ms, by hand {hand_ms:.2f} ms"
+            print(f"width {width}: {times}, ratio {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
     dist.destroy_process_group()
 
 

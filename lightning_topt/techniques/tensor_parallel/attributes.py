@@ -70,3 +70,20 @@ def _functions() -> set[Callable[..., Any]]:
 
 
 LOCAL = _functions()  # run on the local tensor as they are
+
+
+_VIEWS = (
+    "view select narrow squeeze unsqueeze transpose permute t swapaxes swapdims movedim moveaxis adjoint expand expand_as "
+    "view_as unbind split split_with_sizes chunk tensor_split diagonal unfold detach unflatten __getitem__ __iter__"
+)
+
+
+def _aliases() -> set[Callable[..., Any]]:
+    names = [*_VIEWS.split(), "real", "imag", "data", "T", "mT", "H", "mH"]
+    found = {
+        function for name in names for place in (torch, _TENSOR) if (function := getattr(place, name, None)) is not None
+    }
+    return {each.__get__ if not callable(each) else each for each in found}
+
+
+ALIASES = _aliases()  # their results are views of their first argument

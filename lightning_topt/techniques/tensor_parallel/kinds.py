@@ -76,11 +76,11 @@ class Call:
         return Row(tuple(inputs), outputs, None if added is None else added.place, along)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Placed:
     """A call on local tensors: `call` with whole shapes, `args` and `kwargs` with local tensors, layouts of both ends.
 
-    `outputs` are the placements of every result on every axis of `axes`.
+    `outputs` are the placements of every result on every axis of `axes`; `memo` is kept for calls of the same signature.
     """
 
     call: Call
@@ -89,6 +89,7 @@ class Placed:
     inputs: tuple[Layout, ...]
     outputs: tuple[tuple[Placement, ...], ...]
     axes: TensorAxes
+    memo: dict[str, Any] = field(default_factory=dict)
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
         """Return the local argument given by position or by name."""

@@ -109,7 +109,8 @@ def _goes_on(
 
 
 def _run_reshape(placed: Placed) -> Tensor:
-    shape = placed.local_shape(_new_shape(placed.call))
+    if (shape := placed.memo.get("shape")) is None:
+        shape = placed.memo["shape"] = placed.local_shape(_new_shape(placed.call))
     x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
     return x.view(shape) if placed.call.func.__name__.startswith("view") else x.reshape(shape)
 

@@ -7,25 +7,45 @@ The mode is on while user code runs forward. What is whole passes through untouc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_topt.graph.op_config import Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.attributes import ATTRIBUTES, LOCAL
+from lightning_topt.techniques.tensor_parallel.attributes import ALIASES, ATTRIBUTES, LOCAL
 from lightning_topt.techniques.tensor_parallel.composites import body_of
-from lightning_topt.techniques.tensor_parallel.decisions import Decision, Known, decide
+from lightning_topt.techniques.tensor_parallel.decisions import Decision, decide
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Operand, Placed, replaced, tensors_in
+from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Placed, replaced, tensors_in
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, layout_of, with_layout
+from lightning_topt.techniques.tensor_parallel.signatures import call_of, is_in_place, known_of, signature, with_tensors
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
+_LAYOUT = "_topt_layout"
 _MOVED = "_topt_moved"
+_COPIED = "_topt_copied"
 _MAX_KNOWN = 10_000  # decisions: batches of ever new lengths
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """All about a call that does not change between two of the same signature."""
+
+    kind: Kind | None
+    call: Call
+    decision: Decision
+    in_place: bool
+    sources: tuple[tuple[Placement, ...], ...]
+    moving: tuple[int, ...]  # places of arguments that may have to move
+    inputs: tuple[Layout, ...]
+    summed: tuple[bool, ...]  # by result
+    layouts: dict[Any, Layout | None] = field(default_factory=dict)  # by result and its local shape
+    memo: dict[str, Any] = field(default_factory=dict)
 
 
 class SplitMode(TorchFunctionMode):
@@ -37,15 +57,20 @@ class SplitMode(TorchFunctionMode):
         super().__init__()
         self.axes, self.rest = axes, rest
         self._whole: Layout = Layout((), (REPLICATE,) * len(axes))
-        self._known: dict[Any, Decision] = {}
+        self._known: dict[Any, _Prepared] = {}
+
+    @property
+    def whole_calls(self) -> list[str]:
+        """Names of functions that got whole tensors because no row fits, once for each signature."""
+        return [each.call.func.__name__ for each in self._known.values() if not each.decision.outputs]
 
     @override
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for arg in args if kwargs is None else (*args, *kwargs.values()):
+        for arg in args if not kwargs else (*args, *kwargs.values()):
             if isinstance(arg, Tensor):
-                if "_topt_layout" in arg.__dict__:
+                if (notes := arg.__dict__) and (_LAYOUT in notes or _COPIED in notes):
                     return self._on_split(func, args, kwargs or {})
             elif isinstance(arg, list | tuple) and any(layout_of(each) is not None for each in tensors_in(arg)):
                 return self._on_split(func, args, kwargs or {})
@@ -56,54 +81,76 @@ class SplitMode(TorchFunctionMode):
             return attribute(*args, **kwargs)
         if func in LOCAL:
             return func(*args, **kwargs)
-        kind = KINDS.get(func)
-        if kind is None and (body := body_of(func)) is not None:
-            with self:
-                return body(*args, **kwargs)
-        tensors = list(tensors_in((*args, *kwargs.values())))
-        known = [self._known_of(tensor) for tensor in tensors]
-        in_place = _is_in_place(func, kwargs)
-        key = _signature(func, args, kwargs, known)
-        if key is None or (decision := self._known.get(key)) is None:
-            call = _call(func, args, kwargs, known)
-            decision = decide(kind, call, known, self.axes.sizes, in_place=in_place)
+        tensors: list[Tensor] = []
+        key = signature(func, args, kwargs, tensors)
+        if key is None or (prepared := self._known.get(key)) is None:
+            if func not in KINDS and (body := body_of(func)) is not None:
+                with self:
+                    return body(*args, **kwargs)
+            prepared = self._prepare(func, args, kwargs, tensors)
             if key is not None and len(self._known) < _MAX_KNOWN:
-                self._known[key] = decision
-        local = [
-            self._move(tensor, each.layout.placements, target, enters)
-            for tensor, each, target, enters in zip(tensors, known, decision.inputs, decision.enters, strict=True)
-        ]
-        if in_place:
-            tensors[0].__dict__.pop(_MOVED, None)
-        result = self._placed(self._run(kind, func, args, kwargs, known, decision, local), decision, local)
+                self._known[key] = prepared
+        local = self._moved_arguments(prepared, tensors)
+        result = self._placed(prepared, self._run(prepared, args, kwargs, tensors, local), local)
+        if func in ALIASES and local:
+            _note_copies(tensors, local, result)
         return iter(result) if func is Tensor.__iter__ else result
 
-    def _known_of(self, tensor: Tensor) -> Known:
-        layout = layout_of(tensor) or self._whole._replace(shape=tuple(tensor.shape))
-        return Known(layout, tensor.requires_grad, isinstance(tensor, nn.Parameter), tensor.dtype == torch.bool)
+    def _prepare(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> _Prepared:
+        known = [known_of(tensor, self._whole) for tensor in tensors]
+        kind, call, in_place = KINDS.get(func), call_of(func, args, kwargs, known), is_in_place(func, kwargs)
+        decision = decide(kind, call, known, self.axes.sizes, in_place=in_place)
+        sources = tuple(each.layout.placements for each in known)
+        moving = tuple(
+            place
+            for place, (source, target, enters) in enumerate(
+                zip(sources, decision.inputs, decision.enters, strict=True)
+            )
+            if source != target or any(enters)
+        )
+        inputs = tuple(
+            Layout(each.layout.shape, placements) for each, placements in zip(known, decision.inputs, strict=True)
+        )
+        summed = tuple(any(isinstance(each, Partial) for each in output) for output in decision.outputs)
+        return _Prepared(kind, call, decision, in_place, sources, moving, inputs, summed)
 
     def _run(
         self,
-        kind: Any,
-        func: Callable[..., Any],
+        prepared: _Prepared,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        known: Sequence[Known],
-        decision: Decision,
+        tensors: Sequence[Tensor],
         local: Sequence[Tensor],
     ) -> Any:
-        given = [None if index == decision.added else tensor for index, tensor in enumerate(local)]
-        new_args, new_kwargs = replaced((args, tuple(kwargs.values())), given, of=Tensor)
-        new_kwargs = dict(zip(kwargs, new_kwargs, strict=True))
-        if kind is None or kind.run is None or not decision.outputs:
-            return func(*new_args, **new_kwargs)
-        layouts = tuple(
-            Layout(each.layout.shape, placements) for each, placements in zip(known, decision.inputs, strict=True)
-        )
-        call = _call(func, args, kwargs, known)
-        return kind.run(Placed(call, new_args, new_kwargs, layouts, decision.outputs, self.axes))
+        added = prepared.decision.added
+        if local is not tensors or added is not None:
+            args, kwargs = with_tensors(args, kwargs, local, without=added)
+        kind, outputs = prepared.kind, prepared.decision.outputs
+        if kind is None or kind.run is None or not outputs:
+            return prepared.call.func(*args, **kwargs)
+        return kind.run(Placed(prepared.call, args, kwargs, prepared.inputs, outputs, self.axes, prepared.memo))
 
     # ---- arguments --------------------------------------------------------------------------------------------------
+
+    def _moved_arguments(self, prepared: _Prepared, tensors: list[Tensor]) -> list[Tensor]:
+        """The local tensors; the list itself where none moves."""
+        if prepared.in_place:
+            tensors[0].__dict__.pop(_MOVED, None)
+            if _COPIED in tensors[0].__dict__:
+                raise ValueError(
+                    f"{prepared.call.func.__name__} changes a view of a split tensor in place, which would not change that "
+                    "tensor; write it without the in-place call, or keep the tensor's block whole"
+                )
+        if not prepared.moving:
+            return tensors
+        local = [*tensors]
+        decision = prepared.decision
+        for place in prepared.moving:
+            where = prepared.sources[place], decision.inputs[place], decision.enters[place]
+            local[place] = self._move(tensors[place], *where)
+        return local
 
     def _move(
         self, tensor: Tensor, source: tuple[Placement, ...], target: tuple[Placement, ...], enters: tuple[bool, ...]
@@ -115,9 +162,11 @@ class SplitMode(TorchFunctionMode):
             return self._moved(tensor, source, target, enters)
         known = tensor.__dict__.setdefault(_MOVED, {})
         key = target, enters, torch.is_grad_enabled()
-        if key not in known or known[key][0] != tensor._version:
-            known[key] = tensor._version, self._moved(tensor, source, target, enters)
-        moved: Tensor = known[key][1]
+        if (found := known.get(key)) is not None and found[:2] == (tensor._version, found[2]._version):
+            moved: Tensor = found[2]
+            return moved
+        moved = self._moved(tensor, source, target, enters)
+        known[key] = tensor._version, moved._version, moved
         return moved
 
     def _moved(
@@ -152,29 +201,31 @@ class SplitMode(TorchFunctionMode):
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
-    def _placed(self, result: Any, decision: Decision, local: Sequence[Tensor]) -> Any:
-        if not decision.outputs:
+    def _placed(self, prepared: _Prepared, result: Any, local: Sequence[Tensor]) -> Any:
+        if not prepared.decision.outputs:
             return result
         if isinstance(result, Tensor):
-            return self._finished(result, decision.outputs[0], local, decision.added, decision.along)
+            return self._finished(prepared, result, 0, local)
         if not isinstance(result, list | tuple):
             return result
         results = list(tensors_in(result))
-        outputs = [decision.outputs[min(index, len(decision.outputs) - 1)] for index in range(len(results))]
-        new = [self._finished(each, placements, local) for each, placements in zip(results, outputs, strict=True)]
+        new = [self._finished(prepared, each, index, local) for index, each in enumerate(results)]
         if all(a is b for a, b in zip(results, new, strict=True)):
             return result
         return type(result)(replaced([*result], new, of=Tensor))
 
-    def _finished(
-        self,
-        tensor: Tensor,
-        placements: tuple[Placement, ...],
-        local: Sequence[Tensor],
-        added: int | None = None,
-        along: int = -1,
-    ) -> Tensor:
+    def _finished(self, prepared: _Prepared, tensor: Tensor, index: int, local: Sequence[Tensor]) -> Tensor:
         """Sum what is partial, add what waits for that, and say where the result is."""
+        index = min(index, len(prepared.summed) - 1)
+        placements = prepared.decision.outputs[index]
+        added = prepared.decision.added
+        if not prepared.summed[index] and added is None:
+            key, layouts = (index, tensor.shape), prepared.layouts
+            if key not in layouts:
+                layouts[key] = self._layout_of(tensor, placements)
+            if (known := layouts[key]) is not None:
+                tensor.__dict__[_LAYOUT] = known
+            return tensor
         now = [*placements]
         for axis, placement in enumerate(placements):
             if isinstance(placement, Partial):
@@ -184,88 +235,42 @@ class SplitMode(TorchFunctionMode):
                 else:
                     tensor, now[axis] = moves.reduce(tensor, self.axes, axis), REPLICATE
         if added is not None:
-            tensor = tensor + self._bias(local[added], placements, now, at=tensor.ndim + along, after=-1 - along)
-        if any(placement != REPLICATE for placement in now):
-            shape = [*tensor.shape]
-            for placement, size in zip(now, self.axes.sizes, strict=True):
-                if isinstance(placement, Shard):
-                    shape[placement.dim] *= size
-            with_layout(tensor, Layout(tuple(shape), tuple(now)))
-        return tensor
+            tensor = tensor + self._bias(local[added], placements, now, ndim=tensor.ndim, along=prepared.decision.along)
+        layout = self._layout_of(tensor, now)
+        return tensor if layout is None else with_layout(tensor, layout)
+
+    def _layout_of(self, tensor: Tensor, placements: Sequence[Placement]) -> Layout | None:
+        """Where a local tensor at these placements is; None for whole."""
+        if all(placement == REPLICATE for placement in placements):
+            return None
+        shape = [*tensor.shape]
+        for placement, size in zip(placements, self.axes.sizes, strict=True):
+            if isinstance(placement, Shard):
+                shape[placement.dim] *= size
+        return Layout(tuple(shape), tuple(placements))
 
     def _bias(
-        self, bias: Tensor, summed: Sequence[Placement], now: Sequence[Placement], *, at: int, after: int
+        self, bias: Tensor, summed: Sequence[Placement], now: Sequence[Placement], *, ndim: int, along: int
     ) -> Tensor:
-        """The bias along dim `at` of a sum, `after` dims before its end, for what each rank keeps of the sum."""
+        """The bias along dim `along` of a sum of `ndim` dims, for what each rank keeps of the sum."""
         for axis, (placement, kept) in enumerate(zip(summed, now, strict=True)):
             if isinstance(placement, Partial) and isinstance(kept, Shard):
-                along = kept.dim == at
-                bias = (
-                    moves.take(bias, Shard(0, kept.parts), self.axes, axis)
-                    if along
-                    else moves.enter(bias, self.axes, axis)
-                )
-        return bias.view(-1, *(1 for _ in range(after)))
+                if kept.dim == ndim + along:
+                    bias = moves.take(bias, Shard(0, kept.parts), self.axes, axis)
+                else:
+                    bias = moves.enter(bias, self.axes, axis)
+        return bias if along == -1 else bias.view(-1, *(1 for _ in range(-1 - along)))
 
 
 def _on(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard) and placement.dim == dim
 
 
-def _is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    changes = (name.endswith("_") and not name.startswith("__")) or name in _CHANGES
-    return changes or "out" in kwargs or kwargs.get("inplace") is True
-
-
-_CHANGES = {
-    "__setitem__",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__idiv__",
-    "__itruediv__",
-    "__ipow__",
-    "__iand__",
-    "__ior__",
-    "__ixor__",
-    "__imod__",
-    "__ifloordiv__",
-    "__ilshift__",
-    "__irshift__",
-    "__imatmul__",
-    "__set__",
-}
-
-
-def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[Known]) -> Call:
-    operands = tuple(Operand(index, each.layout.shape) for index, each in enumerate(known))
-    new_args, new_kwargs = _with_operands((args, tuple(kwargs.values())), operands)
-    placements = (placement for each in known for placement in each.layout.placements)
-    parts = {1, *(placement.parts for placement in placements if isinstance(placement, Shard))}
-    masks = frozenset(index for index, each in enumerate(known) if each.is_mask)
-    return Call(func, new_args, dict(zip(kwargs, new_kwargs, strict=True)), operands, tuple(sorted(parts)), masks)
-
-
-def _with_operands(value: Any, operands: Sequence[Operand]) -> Any:
-    return replaced(value, operands, of=Tensor)
-
-
-def _signature(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[Known]) -> Any:
-    """All that the decision depends on; None where an argument cannot be compared."""
-    plain = _plain((args, tuple(kwargs.items())))
-    try:
-        hash(plain)
-    except TypeError:
-        return None
-    return func, plain, tuple(known)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return Tensor
-    if type(value) in (tuple, list):
-        return tuple(map(_plain, value))
-    if isinstance(value, slice):
-        return slice, value.start, value.stop, value.step
-    return value
+def _note_copies(tensors: Sequence[Tensor], local: Sequence[Tensor], result: Any) -> None:
+    """A view of what was gathered is no view of the tensor that user code has."""
+    first = tensors[0]
+    if _COPIED in first.__dict__ or (
+        local[0] is not first and local[0].untyped_storage()._cdata != first.untyped_storage()._cdata
+    ):
+        for each in tensors_in((result,)):
+            each.__dict__[_COPIED] = True

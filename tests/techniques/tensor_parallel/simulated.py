@@ -13,7 +13,7 @@ from lightning_topt.techniques.tensor_parallel.decisions import Known
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.kinds import Placed, Row, replaced, tensors_in
 from lightning_topt.techniques.tensor_parallel.layout import Layout, cut, joined
-from lightning_topt.techniques.tensor_parallel.split_mode import _call
+from lightning_topt.techniques.tensor_parallel.signatures import call_of
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
@@ -48,7 +48,7 @@ class Sample:
         known = [
             Known(Layout(tuple(t.shape), (Replicate(),)), False, False, t.dtype == torch.bool) for t in self.tensors
         ]
-        call = _call(self.func, self.args, self.kwargs, known)
+        call = call_of(self.func, self.args, self.kwargs, known)
         call = type(call)(call.func, call.args, call.kwargs, call.operands, self.parts, call.masks)
         for row in KINDS[self.func].rows(call, ranks):
             yield call, row

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_PLACES = (vars(F), vars(torch.functional))
+_PLACES = (vars(F), vars(torch.functional), vars(torch._tensor))
 
 
 @cache

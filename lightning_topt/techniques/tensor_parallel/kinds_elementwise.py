@@ -74,6 +74,7 @@ _DUNDER = (
 
 ELEMENTWISE = Kind("elementwise", elementwise_rows)
 register(Kind("conversion", _like_rows), named("to type_as", Tensor))
+register(Kind("broadcast", elementwise_rows), (torch.broadcast_tensors,))
 register(ELEMENTWISE, named(_UNARY, torch, Tensor))
 register(ELEMENTWISE, named(_SEVERAL, torch, Tensor))
 register(ELEMENTWISE, named(" ".join(f"{name}_" for name in f"{_UNARY} {_SEVERAL}".split()), torch, Tensor))

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_topt.graph.op_config import Partial, Placement, Shard
@@ -23,6 +22,7 @@ from lightning_topt.techniques.tensor_parallel.decisions import Decision, decide
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Placed, replaced, tensors_in
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, layout_of, with_layout
+from lightning_topt.techniques.tensor_parallel.python_functions import PythonFunctionMode
 from lightning_topt.techniques.tensor_parallel.signatures import call_of, is_in_place, known_of, signature, with_tensors
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
@@ -48,7 +48,7 @@ class _Prepared:
     memo: dict[str, Any] = field(default_factory=dict)
 
 
-class SplitMode(TorchFunctionMode):
+class SplitMode(PythonFunctionMode):
     """Runs forward code on the tensor axes `axes`. `rest` says where a summed tensor of a shape is left: whole, by default."""
 
     def __init__(
@@ -75,6 +75,17 @@ class SplitMode(TorchFunctionMode):
             elif isinstance(arg, list | tuple) and any(layout_of(each) is not None for each in tensors_in(arg)):
                 return self._on_split(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    @override
+    def whole_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tensors, whole = list(tensors_in(args)), self._whole.placements
+        enters = (False,) * len(whole)
+        local = [
+            tensor if (layout := layout_of(tensor)) is None else self._move(tensor, layout.placements, whole, enters)
+            for tensor in tensors
+        ]
+        result: tuple[Any, ...] = replaced(args, local, of=Tensor)
+        return result
 
     def _on_split(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (attribute := ATTRIBUTES.get(func)) is not None:
@@ -158,7 +169,8 @@ class SplitMode(TorchFunctionMode):
         """The local tensor at `target`, remembered where other calls may want it (queries, keys and values of one input)."""
         if source == target and not (any(enters) and tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
-        if tensor.is_leaf and tensor.requires_grad:  # its gradient would hold it, and it what is remembered
+        # The gradient of a leaf would hold it, and it what is remembered; changes of inference tensors are not counted.
+        if (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference():
             return self._moved(tensor, source, target, enters)
         known = tensor.__dict__.setdefault(_MOVED, {})
         key = target, enters, torch.is_grad_enabled()
@@ -176,12 +188,15 @@ class SplitMode(TorchFunctionMode):
         now, axes = [*source], self.axes
         for axis in reversed(range(len(axes))):
             before, after = now[axis], target[axis]
-            if not isinstance(before, Shard) or before == after:
+            if before == after:
                 continue
+            cut_dims = {each.dim for each in (before, after) if isinstance(each, Shard)}  # outer axes cut first
             for inner in range(len(axes) - 1, axis, -1):
                 placement = now[inner]
-                if isinstance(placement, Shard) and placement.dim == before.dim:
+                if isinstance(placement, Shard) and placement.dim in cut_dims:
                     tensor, now[inner] = moves.gather(tensor, placement, axes, inner, shared=False), REPLICATE
+            if not isinstance(before, Shard):
+                continue
             others = (each for index, each in enumerate(now) if index != axis)
             if (
                 isinstance(after, Shard)

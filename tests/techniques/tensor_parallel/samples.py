@@ -48,6 +48,7 @@ ELEMENTWISE = [
     S(T.__rsub__, r(4, 8), 1.0),
     S(T.to, r(4, 8), torch.float32),
     S(T.to, r(4, 8), r(3).float()),
+    S(torch.broadcast_tensors, r(4, 1), r(8), r(4, 8)),
     S(T.type_as, r(4, 8), r(2, 2).float()),
 ]
 RANDOM = [

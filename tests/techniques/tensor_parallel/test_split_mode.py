@@ -94,7 +94,7 @@ BLOCKS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
     "random": (lambda module, x: x + torch.rand_like(x) + F.dropout1d(x[None], 0.5)[0], 0),
     "norms": (lambda module, x: F.normalize(x, dim=0) + x.norm(dim=0) + x.std(0) + F.cosine_similarity(x, x + 1, 0), 0),
     "values": (lambda module, x: x * float(x.detach().sum()) if x.sum() > -1e9 else x, 0),
-    "layers of other sizes": (lambda module, x: F.pad(x.unfold(1, 8, 8).flatten(1), (0, 0, 0, 1))[:4], 1),
+    "layers of other sizes": (lambda module, x: F.pad(x.unfold(1, 8, 8).flatten(1), (0, 0, 0, 1))[:4], 0),
 }
 
 
@@ -219,6 +219,49 @@ def moves_between_all(rank: int) -> None:
 
 def test_every_move() -> None:
     run_ranks(moves_between_all, 4)
+
+
+# ---- the loss -------------------------------------------------------------------------------------------------------
+
+
+def losses(rank: int, mesh: Mesh, placements: tuple[Placement, ...]) -> None:
+    axes = TensorAxes.with_groups(mesh)
+    logits = torch.randn(8, 12, generator=torch.Generator().manual_seed(0)) * 3
+    target = torch.tensor([0, 11, 5, -100, 6, 3, -100, 8])
+    split = SplitTensor(Layout((8, 12), placements), axes)
+    for options in (
+        *({}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 5}),
+        *({"label_smoothing": 0.1}, {"weight": torch.rand(12)}),
+    ):
+        torch.manual_seed(0)
+        alone = logits.clone().requires_grad_()
+        expected = F.cross_entropy(alone, target.clamp(min=0 if "ignore_index" in options else -100), **options)
+        expected.square().sum().backward()
+        mode, own = SplitMode(axes), split.own(logits).requires_grad_()
+        with mode:
+            x = with_layout(own * 1, split.layout)
+            loss = F.cross_entropy(x, target.clamp(min=0 if "ignore_index" in options else -100), **options)
+            total = loss.square().sum()
+        total.backward()
+        torch.testing.assert_close(
+            total, expected.square().sum(), msg=lambda text, options=options: f"{options}: {text}"
+        )
+        torch.testing.assert_close(
+            own.grad, split.own(alone.grad), msg=lambda text, options=options: f"{options}: {text}"
+        )
+        assert len(mode.whole_calls) == ("weight" in options or "label_smoothing" in options)
+
+
+def test_cross_entropy_of_split_logits() -> None:
+    for placement in (Shard(0), Shard(1)):
+        run_ranks(losses, 2, MESH, (placement,))
+    both = Mesh((Axis("tensor_rows", 2), Axis("tensor_columns", 2)))
+    run_ranks(several_losses, 4, both)
+
+
+def several_losses(rank: int, mesh: Mesh) -> None:
+    for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Shard(1))):
+        losses(rank, mesh, placements)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

@@ -18,12 +18,17 @@ Placements = Mapping[str, tuple[Placement, ...]]
 
 
 def compare(
-    rank: int, make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], placements: Placements, mesh: Mesh
+    rank: int,
+    make: Callable[[], nn.Module],
+    loss_of: Callable[[nn.Module], Tensor],
+    placements: Placements,
+    mesh: Mesh,
+    rest: Callable[[tuple[int, ...], int], Placement] = lambda shape, axis: Replicate(),
 ) -> dict[str, float]:
     """Largest difference of the loss ("loss"), of every gradient (relative to its largest element) and of every buffer.
 
     `placements` are those of parameters whose name ends so; all others are whole. "whole calls": functions that got whole
-    tensors because no row fits them.
+    tensors because no row fits them. `rest` is that of `SplitMode`.
     """
     torch.manual_seed(1)
     module = make()
@@ -38,7 +43,7 @@ def compare(
     assert all(any(name.endswith(end) for name in parameters) for end in placements), "a placement of no parameter"
     split = split_parameters(parameters, chosen, axes)
     assert all(tuple(p.shape) == how.local_shape for p, how in split.items())
-    mode = SplitMode(axes)
+    mode = SplitMode(axes, rest=rest)
     torch.manual_seed(2)
     with mode:
         loss = loss_of(module)

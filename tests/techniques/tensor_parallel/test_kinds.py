@@ -15,6 +15,7 @@ from tests.techniques.tensor_parallel.simulated import Sample, assert_row, copie
 WITH_COLLECTIVES = {"cross entropy"}  # on real ranks
 
 
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_every_row(sample: Sample) -> None:
     rows = [(ranks, *found) for ranks in (2, 4) for found in sample.rows(ranks)]

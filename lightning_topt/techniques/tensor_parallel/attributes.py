@@ -46,7 +46,7 @@ _GETTERS = (
 _METHODS = (
     "dim ndimension is_floating_point is_complex is_contiguous is_signed element_size data_ptr get_device "
     "requires_grad_ retain_grad is_inference storage_offset __hash__ is_conj is_neg is_pinned is_shared untyped_storage "
-    "register_post_accumulate_grad_hook is_set_to has_names new_zeros new_ones new_empty new_full new_tensor"
+    "register_post_accumulate_grad_hook is_set_to has_names detach_ new_zeros new_ones new_empty new_full new_tensor"
 )
 
 

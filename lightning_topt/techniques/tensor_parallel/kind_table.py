@@ -7,6 +7,7 @@ from lightning_topt.techniques.tensor_parallel import (  # noqa: F401  # they en
     kinds_convolution,
     kinds_elementwise,
     kinds_index,
+    kinds_joins,
     kinds_losses,
     kinds_products,
     kinds_random,

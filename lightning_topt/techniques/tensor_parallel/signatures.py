@@ -93,4 +93,4 @@ def is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     """Return whether a call changes its first tensor."""
     name = getattr(func, "__name__", "")
     changes = (name.endswith("_") and not name.startswith("__")) or name in _CHANGES
-    return changes or kwargs.get("out") is not None or kwargs.get("inplace") is True
+    return changes or kwargs.get("inplace") is True

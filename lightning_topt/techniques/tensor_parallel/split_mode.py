@@ -29,6 +29,21 @@ from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 _LAYOUT = "_topt_layout"
 _MOVED = "_topt_moved"
 _COPIED = "_topt_copied"
+_REFUSED = {  # they give a tensor another storage or shape
+    *(
+        "__set__",
+        "set_",
+        "resize_",
+        "resize_as_",
+        "swapaxes_",
+        "swapdims_",
+        "transpose_",
+        "t_",
+        "squeeze_",
+        "unsqueeze_",
+    ),
+    *("as_strided_", "apply_", "map_"),
+}
 _MAX_KNOWN = 10_000  # decisions: batches of ever new lengths
 
 
@@ -103,6 +118,8 @@ class SplitMode(PythonFunctionMode):
                 self._known[key] = prepared
         local = self._moved_arguments(prepared, tensors)
         result = self._placed(prepared, self._run(prepared, args, kwargs, tensors, local), local)
+        if prepared.decision.writes_back:
+            return self._written_back(prepared, tensors[0], local[0])
         if func in ALIASES and local:
             _note_copies(tensors, local, result)
         return iter(result) if func is Tensor.__iter__ else result
@@ -112,6 +129,10 @@ class SplitMode(PythonFunctionMode):
     ) -> _Prepared:
         known = [known_of(tensor, self._whole) for tensor in tensors]
         kind, call, in_place = KINDS.get(func), call_of(func, args, kwargs, known), is_in_place(func, kwargs)
+        if kwargs.get("out") is not None:
+            kind = None
+            for layout in filter(None, map(layout_of, tensors_in((kwargs["out"],)))):
+                raise _refusal(func, layout.placements)
         decision = decide(kind, call, known, self.axes.sizes, in_place=in_place)
         sources = tuple(each.layout.placements for each in known)
         moving = tuple(
@@ -161,7 +182,17 @@ class SplitMode(PythonFunctionMode):
         for place in prepared.moving:
             where = prepared.sources[place], decision.inputs[place], decision.enters[place]
             local[place] = self._move(tensors[place], *where)
+        if decision.writes_back:
+            if prepared.call.func.__name__ in _REFUSED:
+                raise _refusal(prepared.call.func, prepared.sources[0])
+            local[0] = local[0].clone()
         return local
+
+    def _written_back(self, prepared: _Prepared, tensor: Tensor, whole: Tensor) -> Tensor | None:
+        """Copy the slice of what a whole tensor became in place into the split one."""
+        everywhere, target = self._whole.placements, prepared.sources[0]
+        tensor.copy_(moves.move(whole, everywhere, target, (False,) * len(everywhere), self.axes))
+        return None if prepared.call.func is Tensor.__setitem__ else tensor
 
     def _move(
         self, tensor: Tensor, source: tuple[Placement, ...], target: tuple[Placement, ...], enters: tuple[bool, ...]
@@ -171,48 +202,15 @@ class SplitMode(PythonFunctionMode):
             return tensor
         # The gradient of a leaf would hold it, and it what is remembered; changes of inference tensors are not counted.
         if (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference():
-            return self._moved(tensor, source, target, enters)
+            return moves.move(tensor, source, target, enters, self.axes)
         known = tensor.__dict__.setdefault(_MOVED, {})
         key = target, enters, torch.is_grad_enabled()
         if (found := known.get(key)) is not None and found[:2] == (tensor._version, found[2]._version):
             moved: Tensor = found[2]
             return moved
-        moved = self._moved(tensor, source, target, enters)
+        moved = moves.move(tensor, source, target, enters, self.axes)
         known[key] = tensor._version, moved._version, moved
         return moved
-
-    def _moved(
-        self, tensor: Tensor, source: tuple[Placement, ...], target: tuple[Placement, ...], enters: tuple[bool, ...]
-    ) -> Tensor:
-        """Axis by axis: gathers from the inside out, then slices from the outside in."""
-        now, axes = [*source], self.axes
-        for axis in reversed(range(len(axes))):
-            before, after = now[axis], target[axis]
-            if before == after:
-                continue
-            cut_dims = {each.dim for each in (before, after) if isinstance(each, Shard)}  # outer axes cut first
-            for inner in range(len(axes) - 1, axis, -1):
-                placement = now[inner]
-                if isinstance(placement, Shard) and placement.dim in cut_dims:
-                    tensor, now[inner] = moves.gather(tensor, placement, axes, inner, shared=False), REPLICATE
-            if not isinstance(before, Shard):
-                continue
-            others = (each for index, each in enumerate(now) if index != axis)
-            if (
-                isinstance(after, Shard)
-                and after.dim != before.dim
-                and not any(_on(each, after.dim) for each in others)
-            ):
-                tensor, now[axis] = moves.exchange(tensor, before, after, axes, axis), after
-            else:
-                shared = enters[axis]
-                tensor, now[axis] = moves.gather(tensor, before, axes, axis, shared=shared), REPLICATE
-        for axis, after in enumerate(target):
-            if isinstance(after, Shard) and now[axis] != after:
-                tensor, now[axis] = moves.take(tensor, after, axes, axis), after
-            elif enters[axis] and source[axis] == REPLICATE:
-                tensor = moves.enter(tensor, axes, axis)
-        return tensor
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
@@ -250,12 +248,13 @@ class SplitMode(PythonFunctionMode):
                 else:
                     tensor, now[axis] = moves.reduce(tensor, self.axes, axis), REPLICATE
         if added is not None:
-            tensor = tensor + self._bias(local[added], placements, now, ndim=tensor.ndim, along=prepared.decision.along)
+            along = prepared.decision.along
+            tensor = tensor + moves.bias_for(local[added], placements, now, self.axes, ndim=tensor.ndim, along=along)
         layout = self._layout_of(tensor, now)
         return tensor if layout is None else with_layout(tensor, layout)
 
     def _layout_of(self, tensor: Tensor, placements: Sequence[Placement]) -> Layout | None:
-        """Where a local tensor at these placements is; None for whole."""
+        """Return where a local tensor at these placements is; None for whole."""
         if all(placement == REPLICATE for placement in placements):
             return None
         shape = [*tensor.shape]
@@ -264,28 +263,18 @@ class SplitMode(PythonFunctionMode):
                 shape[placement.dim] *= size
         return Layout(tuple(shape), tuple(placements))
 
-    def _bias(
-        self, bias: Tensor, summed: Sequence[Placement], now: Sequence[Placement], *, ndim: int, along: int
-    ) -> Tensor:
-        """The bias along dim `along` of a sum of `ndim` dims, for what each rank keeps of the sum."""
-        for axis, (placement, kept) in enumerate(zip(summed, now, strict=True)):
-            if isinstance(placement, Partial) and isinstance(kept, Shard):
-                if kept.dim == ndim + along:
-                    bias = moves.take(bias, Shard(0, kept.parts), self.axes, axis)
-                else:
-                    bias = moves.enter(bias, self.axes, axis)
-        return bias if along == -1 else bias.view(-1, *(1 for _ in range(-1 - along)))
 
-
-def _on(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim == dim
+def _refusal(func: Callable[..., Any], placements: Sequence[Placement]) -> ValueError:
+    return ValueError(
+        f"{func.__name__} changes a tensor in place that is split {' x '.join(map(str, placements))}, which is not known for "
+        "such a tensor; write it without the in-place call, or keep the tensor's block whole"
+    )
 
 
 def _note_copies(tensors: Sequence[Tensor], local: Sequence[Tensor], result: Any) -> None:
     """A view of what was gathered is no view of the tensor that user code has."""
-    first = tensors[0]
-    if _COPIED in first.__dict__ or (
-        local[0] is not first and local[0].untyped_storage()._cdata != first.untyped_storage()._cdata
-    ):
+    first, memory = tensors[0], local[0].untyped_storage()._cdata
+    if _COPIED in first.__dict__ or (local[0] is not first and memory != first.untyped_storage()._cdata):
         for each in tensors_in((result,)):
-            each.__dict__[_COPIED] = True
+            if each.untyped_storage()._cdata == memory:
+                each.__dict__[_COPIED] = True

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
+from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.layout import Layout, layout_of, with_layout
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
@@ -67,9 +68,11 @@ def counted(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def written(module: nn.Module, x: Tensor) -> Tensor:
+    """In place along the dim that is split: on whole tensors, and the slices are copied back."""
     x = x.clone()
     x[:, torch.tensor([3, 5])] *= 2
-    return x
+    x.cumsum_(1)
+    return x.index_add_(1, torch.tensor([0, 8]), x[:, :2] * 2)
 
 
 def masked(module: nn.Module, x: Tensor) -> Tensor:
@@ -88,6 +91,7 @@ BLOCKS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
     "function": (lambda module, x: Scaled.apply(x), 0),
     "checkpoint": (lambda module, x: again(module, x, False), 0),
     "reentrant checkpoint": (lambda module, x: again(module, x, True), 0),
+    "written": (written, 3),
     "buffer": (counted, 1),
     "masked": (masked, 0),
     "ranked": (ranked, 0),
@@ -202,7 +206,6 @@ def moves_between_all(rank: int) -> None:
     """Every placement to every other on two axes: values, and gradients of what all ranks compute alike."""
     mesh = Mesh((Axis("tensor_rows", 2), Axis("tensor_columns", 2)))
     axes = TensorAxes.with_groups(mesh)
-    mode = SplitMode(axes)
     whole = torch.randn(8, 24, generator=torch.Generator().manual_seed(0))
     weights = torch.randn(8, 24, generator=torch.Generator().manual_seed(1))
     single: list[Placement] = [Replicate(), Shard(0), Shard(1), Shard(1, 3)]
@@ -211,7 +214,7 @@ def moves_between_all(rank: int) -> None:
     for source, target in itertools.product(both, both):
         at_source, at_target = (SplitTensor(Layout((8, 24), each), axes) for each in (source, target))
         local = at_source.own(whole).requires_grad_()
-        moved = mode._moved(local * 1, source, target, (False, False))
+        moved = moves.move(local * 1, source, target, (False, False), axes)
         assert torch.equal(moved, at_target.own(whole)), (source, target)
         (gradient,) = torch.autograd.grad((moved * at_target.own(weights)).sum(), local)
         assert torch.equal(gradient, at_source.own(weights)), (source, target)
@@ -289,11 +292,12 @@ def test_views_of_gathered_copies_are_not_changed_unseen() -> None:
 def test_changes_that_no_row_knows_are_refused() -> None:
     mode, x = alone(Shard(1))
     with mode:
-        with pytest.raises(ValueError, match=r"cumsum_ changes a tensor in place that is split shard\(1\)"):
-            x.cumsum_(1)
-        with pytest.raises(ValueError, match=r"__set__ changes a tensor in place"):
+        with pytest.raises(ValueError, match=r"__set__ changes a tensor in place that is split shard\(1\)"):
             x.data = torch.zeros(4, 8)
-        x.cumsum_(0)
+        with pytest.raises(ValueError, match=r"transpose_ changes a tensor in place"):
+            x.transpose_(0, 1)
+        with pytest.raises(ValueError, match=r"add changes a tensor in place"):
+            torch.add(torch.zeros(4, 8), 1, out=x)
 
 
 def test_shapes_are_whole_and_new_tensors_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import Placement, Shard
+from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from tests.launch import run_ranks
 from tests.techniques.tensor_parallel.on_ranks import check, compare
 
@@ -247,11 +248,11 @@ CASES: dict[str, Case] = {
 }
 
 
-def all_of(rank: int, names: list[str], mesh: Mesh) -> dict[str, Any]:
+def all_of(rank: int, cases: Mapping[str, Case], mesh: Mesh, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in names:
+    for name, case in cases.items():
         try:
-            found[name] = compare(rank, *CASES[name], mesh)
+            found[name] = compare(rank, *case, mesh, **options)
         except Exception as error:
             raise RuntimeError(name) from error
     return found
@@ -259,6 +260,48 @@ def all_of(rank: int, names: list[str], mesh: Mesh) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_models(ranks: int) -> None:
-    results = run_ranks(all_of, ranks, list(CASES), Mesh((Axis("tensor", ranks),)))
+    results = run_ranks(all_of, ranks, CASES, Mesh((Axis("tensor", ranks),)))
     for name in CASES:
         check([found[name] for found in results])
+
+
+def on_two_axes(placements: Mapping[str, tuple[Placement, ...]], *, other: bool) -> dict[str, tuple[Placement, ...]]:
+    """Weights cut along the same dim twice, or along inputs and outputs; what has parts or one dim on the first axis only."""
+    found = {}
+    for name, (shard,) in placements.items():
+        assert isinstance(shard, Shard)
+        twice = shard.parts == 1 and not any(word in name for word in ("bias", "embed", "head", "wte"))
+        second = Shard(1 - shard.dim) if other else shard
+        found[name] = (shard, second if twice else Replicate())
+    return found
+
+
+def test_models_on_two_axes() -> None:
+    cases = {
+        f"{name}, other dim: {other}": (*CASES[name][:2], on_two_axes(CASES[name][2], other=other))
+        for name in ("llama", "gpt2", "vit")
+        for other in (False, True)
+    }
+    results = run_ranks(all_of, 4, cases, Mesh((Axis("tensor_rows", 2), Axis("tensor_columns", 2))))
+    for name in cases:
+        check([found[name] for found in results])
+
+
+def rest_by_step(shape: tuple[int, ...], axis: int) -> Placement:
+    """Sums of (sample, step, channel) stay split by step (Korthikanti et al., arXiv 2205.05198)."""
+    return Shard(1) if len(shape) == 3 and shape[1] % 2 == 0 else Replicate()
+
+
+def even_loss(module: nn.Module) -> Tensor:
+    loss: Tensor = module(input_ids=ids(2, 8), labels=ids(2, 8)).loss
+    return loss
+
+
+def test_sequence_parallel() -> None:
+    """Experts of Mixtral are picked by token, so tokens are gathered for each. BERT has a whole layer in its head: to gather
+    its few tokens moves less than to sum its gradient.
+    """
+    cases = {name: (CASES[name][0], even_loss, CASES[name][2]) for name in ("llama", "gpt2", "bert", "t5", "mixtral")}
+    results = run_ranks(partial(all_of, rest=rest_by_step), 2, cases, Mesh((Axis("tensor", 2),)))
+    for name in cases:
+        check([found[name] for found in results], whole_calls={"mixtral": None, "bert": 1}.get(name, 0))

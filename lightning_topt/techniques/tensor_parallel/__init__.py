@@ -3,13 +3,17 @@
 Between two steps a rank holds its slice of every split parameter, as a plain parameter. During forward a torch function mode
 sees every call of a torch function: tensors that are split carry a `Layout`, and the call runs on local tensors as one of the
 rows of its kind says (`kinds`), after the collectives that bring its arguments there (`moves`). Code that asks a split tensor
-for its shape gets the whole one, so a hard-coded ``view(B, T, heads, d)`` works. A function of no kind gets whole tensors.
-Autograd below sees plain local tensors and the collectives' own gradients.
+for its shape gets the whole one, so a hard-coded ``view(B, T, heads, d)`` works. A function of torch that is written in Python
+(`torch.nn.functional.multi_head_attention_forward`) runs under the mode as it is written; any other function of no kind gets
+whole tensors. Autograd below sees plain local tensors and the collectives' own gradients.
 
     layout              where a tensor is, on every tensor axis
     tensor_axes         this rank's place on these axes, and their process groups
     moves               collectives between placements, with their gradients
     kinds, kinds_*      which placements a function admits: one table for the search and for the run
+    signatures          keys under which decisions about calls are kept
+    composites          functions of torch that are written in Python
+    python_functions    checkpoints and autograd functions of user code
     split_mode          calls functions on split tensors
     split_parameters    slices of parameters, and the way back
 """

@@ -46,7 +46,8 @@ _GETTERS = (
 _METHODS = (
     "dim ndimension is_floating_point is_complex is_contiguous is_signed element_size data_ptr get_device "
     "requires_grad_ retain_grad is_inference storage_offset __hash__ is_conj is_neg is_pinned is_shared untyped_storage "
-    "register_hook register_post_accumulate_grad_hook is_set_to has_names"
+    "register_hook register_post_accumulate_grad_hook is_set_to has_names detach_ new_zeros new_ones new_empty new_full "
+    "new_tensor"
 )
 
 
@@ -56,9 +57,34 @@ def _functions() -> set[Callable[..., Any]]:
         if hasattr(getattr(_TENSOR, name, None), "__get__"):
             found.add(getattr(_TENSOR, name).__get__)
     found.update(function for name in _METHODS.split() if (function := getattr(torch.Tensor, name, None)) is not None)
-    found.update({_TENSOR.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.is_tensor})
+    found.update(
+        {
+            _TENSOR.requires_grad.__set__,
+            _TENSOR.grad.__set__,
+            torch.is_floating_point,
+            torch.is_complex,
+            torch.is_tensor,
+        }
+    )
     found.add(torch.Tensor.backward)
     return found
 
 
 LOCAL = _functions()  # run on the local tensor as they are
+
+
+_VIEWS = (
+    "view select narrow squeeze unsqueeze transpose permute t swapaxes swapdims movedim moveaxis adjoint expand expand_as "
+    "view_as unbind split split_with_sizes chunk tensor_split diagonal unfold detach unflatten __getitem__ __iter__"
+)
+
+
+def _aliases() -> set[Callable[..., Any]]:
+    names = [*_VIEWS.split(), "real", "imag", "data", "T", "mT", "H", "mH"]
+    found = {
+        function for name in names for place in (torch, _TENSOR) if (function := getattr(place, name, None)) is not None
+    }
+    return {each.__get__ if not callable(each) else each for each in found}
+
+
+ALIASES = _aliases()  # their results are views of their first argument

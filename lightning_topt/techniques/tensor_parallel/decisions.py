@@ -9,33 +9,37 @@ from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Row
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, numel
 
-_STAYS = 1000.0  # a parameter that moves travels in every step
-
 
 class Known(NamedTuple):
-    """A `Known` is where an argument is before the call, whether it needs a gradient, and whether it is a parameter."""
+    """A `Known` is where an argument is before the call, whether it needs a gradient, is a parameter, is of type bool."""
 
     layout: Layout
     needs_grad: bool
     is_parameter: bool
+    is_mask: bool = False
 
 
 class Decision(NamedTuple):
-    """Placements by axis: of every argument, of every result (empty: all are whole), and the argument added at the end.
+    """Placements by axis: of every argument, of every result (empty: all are whole), and the argument added at the end, whose
+    only dim is dim `along` of the result.
 
-    `enters` says, for every argument and axis, that it is whole and each rank uses it differently.
+    `enters` says, for every argument and axis, that it is whole and each rank uses it differently. `writes_back`: the call
+    changes its first argument, which moves; the slice of what it becomes is copied into it.
     """
 
     inputs: tuple[tuple[Placement, ...], ...]
     enters: tuple[tuple[bool, ...], ...]
     outputs: tuple[tuple[Placement, ...], ...]
     added: int | None
+    along: int = -1
+    writes_back: bool = False
 
 
 def decide(kind: Kind | None, call: Call, known: Sequence[Known], sizes: Sequence[int], *, in_place: bool) -> Decision:
-    """Return the rows that the call takes. Raises ValueError where a call that changes its first argument would move it."""
+    """Return the rows that the call takes, one for each axis."""
     chosen = [_row(kind, call, known, axis=axis, sizes=sizes, in_place=in_place) for axis in range(len(sizes))]
-    if not _fits([row.inputs for row in chosen], call, sizes):
+    stays = not in_place or all(row.inputs[0] == known[0].layout.placements[axis] for axis, row in enumerate(chosen))
+    if not stays or not _fits([row.inputs for row in chosen], call, sizes):
         chosen = [_whole(call)] * len(sizes)  # a dim would be cut into pieces that several axes together do not divide
     inputs = tuple(zip(*(row.inputs for row in chosen), strict=True))
     count = max(len(row.outputs) for row in chosen)
@@ -43,18 +47,17 @@ def decide(kind: Kind | None, call: Call, known: Sequence[Known], sizes: Sequenc
         tuple(row.outputs[min(index, len(row.outputs) - 1)] if row.outputs else REPLICATE for row in chosen)
         for index in range(count)
     )
-    added = [row.added for row in chosen if row.added is not None]
-    if in_place and inputs[0] != known[0].layout.placements:
-        raise ValueError(
-            f"{call.func.__name__} changes a tensor in place that is split {_shown(known[0].layout)}, which is not known for "
-            "such a tensor; write it without the in-place call, or keep the tensor's block whole"
-        )
+    added = next((row for row in chosen if row.added is not None), None)
     splits = [any(isinstance(placement, Shard) for placement in row.inputs) for row in chosen]
     enters = tuple(
-        tuple(split and placement == REPLICATE for split, placement in zip(splits, placements, strict=True))
-        for placements in inputs
+        tuple(
+            split and placement == REPLICATE and row.added != place  # what is added to a sum is used alike by all ranks
+            for split, placement, row in zip(splits, placements, chosen, strict=True)
+        )
+        for place, placements in enumerate(inputs)
     )
-    return Decision(inputs, enters, outputs, added[0] if added else None)
+    back = in_place and inputs[0] != known[0].layout.placements
+    return Decision(inputs, enters, outputs, *((added.added, added.along) if added else (None, -1)), back)
 
 
 def _row(
@@ -74,25 +77,22 @@ def _whole(call: Call) -> Row:
     return Row((REPLICATE,) * len(call.operands), ())
 
 
-def _cost(row: Row, now: Sequence[Placement], known: Sequence[Known], ranks: int) -> float:
-    """Elements that travel, forward and backward, per rank."""
+def _cost(row: Row, now: Sequence[Placement], known: Sequence[Known], ranks: int) -> tuple[float, float]:
+    """Elements that travel, forward and backward, per rank: of parameters, which the plan has placed, and of all."""
     splits = any(isinstance(placement, Shard) for placement in row.inputs)
-    total = 0.0
+    parameters = total = 0.0
     for before, after, operand in zip(now, row.inputs, known, strict=True):
-        size = numel(operand.layout.shape) * (ranks - 1) / ranks * (_STAYS if operand.is_parameter else 1.0)
+        moved = numel(operand.layout.shape) * (ranks - 1) / ranks
         if isinstance(before, Shard):
-            total += (
-                0.0
-                if before == after
-                else size / ranks
-                if isinstance(after, Shard)
-                else size * (1 + operand.needs_grad)
-            )
+            if before == after:
+                continue
+            cost = moved / ranks if isinstance(after, Shard) else moved * (1 + operand.needs_grad)
+            parameters += cost if operand.is_parameter else 0.0
+            total += cost
         elif operand.needs_grad and splits:
             # What is whole and used differently by each rank has its gradient summed; a slice's is gathered.
-            moved = numel(operand.layout.shape) * (ranks - 1) / ranks
             total += moved if isinstance(after, Shard) else 2 * moved
-    return total
+    return parameters, total
 
 
 def _fits(rows: Sequence[Sequence[Placement]], call: Call, sizes: Sequence[int]) -> bool:
@@ -105,7 +105,3 @@ def _fits(rows: Sequence[Sequence[Placement]], call: Call, sizes: Sequence[int])
         if any(operand.shape[dim] % count for dim, count in pieces.items()):
             return False
     return True
-
-
-def _shown(layout: Layout) -> str:
-    return " x ".join(map(str, layout.placements))

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from lightning_topt.techniques.tensor_parallel import (  # noqa: F401  # they enter their functions
     kinds_attention,
+    kinds_convolution,
     kinds_elementwise,
+    kinds_index,
+    kinds_joins,
+    kinds_losses,
     kinds_products,
+    kinds_random,
+    kinds_recurrent,
     kinds_reductions,
     kinds_shape,
 )

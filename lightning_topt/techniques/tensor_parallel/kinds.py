@@ -12,14 +12,16 @@ With several axes a row is chosen for each; a dim may be cut by several of them,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, cut
+from lightning_topt.techniques.tensor_parallel.moves import all_gather
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
@@ -33,23 +35,28 @@ class Operand(NamedTuple):
 class Row(NamedTuple):
     """Placements along one axis: of the tensor arguments, in the order of the call, and of the results.
 
-    `added`: the argument that is added to the result once that is summed (a bias), not given to the function.
+    `added`: the argument that is added to the result once that is summed (a bias), not given to the function. It has one dim,
+    which is dim `along` of the result, counted from the end.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     added: int | None = None
+    along: int = -1
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call whose tensor arguments are `Operand`s, those in lists and tuples too. `parts` are those that shards may have."""
+    """A call whose tensor arguments are `Operand`s, those in lists and tuples too. `parts` are those that shards may have,
+    `masks` the places of operands of type bool.
+    """
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     operands: tuple[Operand, ...]
     parts: tuple[int, ...] = (1,)
+    masks: frozenset[int] = frozenset()
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
         """Return the argument given by position or by name."""
@@ -59,19 +66,21 @@ class Call:
         """Return Replicate for every operand, to be changed."""
         return [REPLICATE] * len(self.operands)
 
-    def row(self, placed: dict[Operand, Placement], *outputs: Placement, added: Operand | None = None) -> Row:
+    def row(
+        self, placed: Mapping[Operand, Placement], *outputs: Placement, added: Operand | None = None, along: int = -1
+    ) -> Row:
         """Return a row with the named operands placed, and all others whole."""
         inputs = self.whole()
         for operand, placement in placed.items():
             inputs[operand.place] = placement
-        return Row(tuple(inputs), outputs, None if added is None else added.place)
+        return Row(tuple(inputs), outputs, None if added is None else added.place, along)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Placed:
     """A call on local tensors: `call` with whole shapes, `args` and `kwargs` with local tensors, layouts of both ends.
 
-    `outputs` are the placements of every result on every axis of `axes`.
+    `outputs` are the placements of every result on every axis of `axes`; `memo` is kept for calls of the same signature.
     """
 
     call: Call
@@ -80,6 +89,7 @@ class Placed:
     inputs: tuple[Layout, ...]
     outputs: tuple[tuple[Placement, ...], ...]
     axes: TensorAxes
+    memo: dict[str, Any] = field(default_factory=dict)
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
         """Return the local argument given by position or by name."""
@@ -98,12 +108,33 @@ class Placed:
             size for placement, size in placements if isinstance(placement, Shard) and placement.dim == dim
         )
 
+    def place_along(self, operand: int, dim: int) -> tuple[int, int]:
+        """Return the first index and the length of this rank's slice of the argument along `dim`, which has one part."""
+        first, length = 0, self.inputs[operand].shape[dim]
+        for axis, placement in enumerate(self.inputs[operand].placements):
+            if placement == Shard(dim):
+                length //= self.axes.sizes[axis]
+                first += self.axes.coordinates[axis] * length
+        return first, length
+
     def cut_like(self, whole: Tensor, operand: int) -> Tensor:
         """Return the slice of `whole`, equal on all ranks, that belongs to the argument's local tensor."""
         for axis, placement in enumerate(self.inputs[operand].placements):
             if isinstance(placement, Shard):
-                whole = cut(whole, placement, index=self.axes.coordinates[axis], count=self.axes.sizes[axis])
+                whole = self.cut_along(whole, [axis], placement)
         return whole
+
+    def cut_along(self, whole: Tensor, axes: Iterable[int], shard: Shard) -> Tensor:
+        """Return this rank's slice of `whole` along the axes of these indices, outer ones first."""
+        for axis in axes:
+            whole = cut(whole, shard, index=self.axes.coordinates[axis], count=self.axes.sizes[axis])
+        return whole
+
+    def gathered(self, local: Tensor, axes: Sequence[int], shard: Shard) -> Tensor:
+        """Return the whole of what `cut_along` cuts, without a gradient. A collective call."""
+        for axis in reversed(axes):
+            local = all_gather(local, shard, self.axes, axis)
+        return local
 
 
 @dataclass(frozen=True)
@@ -138,6 +169,22 @@ def named(names: str, *places: Any) -> Iterator[Callable[..., Any] | None]:
         yield from (getattr(place, name, None) for place in places)
 
 
+def with_argument(
+    placed: Placed,
+    position: int,
+    name: str,
+    value: Any,
+    *,
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return `args` and `kwargs`, by default those of the call, with the argument given by position or name changed."""
+    args, kwargs = placed.args if args is None else args, placed.kwargs if kwargs is None else kwargs
+    if position < len(args):
+        return (*args[:position], value, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: value}
+
+
 def positive(dim: int, ndim: int) -> int:
     """Return `dim` counted from the front."""
     return dim + ndim if dim < 0 else dim
@@ -153,7 +200,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
-        elif type(value) in (list, tuple):
+        elif isinstance(value, list | tuple):
             yield from tensors_in(value)
 
 
@@ -166,8 +213,8 @@ def _replaced(value: Any, rest: Iterator[Any], of: type) -> Any:
     # No closure that calls itself: such a cycle would keep tensors until the garbage collector runs.
     if isinstance(value, of):
         return next(rest)
-    if type(value) is list:
+    if isinstance(value, list):
         return [_replaced(item, rest, of) for item in value]
-    if type(value) is tuple:
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return tuple(_replaced(item, rest, of) for item in value)
     return value

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Operand, Placed, Row, divides, register
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE
+from lightning_topt.techniques.tensor_parallel.layout import PARTIAL, REPLICATE
 
 
 def _attention_rows(call: Call, ranks: int) -> Iterator[Row]:
@@ -48,7 +48,7 @@ def _run_attention(placed: Placed) -> Tensor:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1)
+    weights = torch._safe_softmax(scores, -1)  # zeros where everything is masked, as in the fused kernels
     whole = (*placed.inputs[0].shape[:-1], key.shape[-2])
     noise = F.dropout(torch.ones(whole, dtype=weights.dtype, device=weights.device), dropout)
     mixed: Tensor = (weights * placed.cut_like(noise, 0)) @ value
@@ -56,27 +56,45 @@ def _run_attention(placed: Placed) -> Tensor:
 
 
 def _loss_rows(call: Call, ranks: int) -> Iterator[Row]:
-    """Logits (sample, class) by class; plain class indices only."""
+    """Logits (sample, class) by class or by sample; plain class indices only."""
     logits, target = call.get(0, "input"), call.get(1, "target")
     plain = call.get(2, "weight") is None and not call.get(7, "label_smoothing", 0.0)
-    if plain and len(logits.shape) == 2 and len(target.shape) == 1 and divides(logits.shape[1], ranks):
+    if not plain or call.get(3, "size_average") is not None or call.get(5, "reduce") is not None:
+        return
+    if len(logits.shape) != 2 or len(target.shape) != 1:
+        return
+    if divides(logits.shape[1], ranks):
         yield call.row({logits: Shard(1)}, REPLICATE)
+    if divides(logits.shape[0], ranks):
+        each = call.get(6, "reduction", "mean") == "none"
+        yield call.row({logits: Shard(0), target: Shard(0)}, Shard(0) if each else PARTIAL)
 
 
 def _run_loss(placed: Placed) -> Tensor:
     """The logits stay where they are: three sums over ranks of one number per sample (Shoeybi et al., section 3)."""
-    logits: Tensor = placed.get(0, "input")
-    target: Tensor = placed.get(1, "target")
+    target, ignored = placed.get(1, "target"), placed.get(4, "ignore_index", -100)
+    reduction = placed.get(6, "reduction", "mean")
     if placed.ranks_along(0, 1) == 1:
-        result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
-        return result
-    ignored, reduction = placed.get(4, "ignore_index", -100), placed.get(6, "reduction", "mean")
+        losses = F.cross_entropy(placed.get(0, "input"), target, ignore_index=ignored, reduction="none")
+    else:
+        losses = _losses_by_class(placed, target) * (target != ignored)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    count = (target != ignored).sum()
+    for axis, placement in enumerate(placed.inputs[0].placements):
+        if placement == Shard(0):
+            count = moves.all_reduce(count, placed.axes, axis)
+    mean: Tensor = losses.sum() / count
+    return mean
+
+
+def _losses_by_class(placed: Placed, target: Tensor) -> Tensor:
+    logits: Tensor = placed.get(0, "input")
     axes = placed.axes
     cut = [axis for axis, placement in enumerate(placed.inputs[0].placements) if placement == Shard(1)]
-    first, length = 0, placed.inputs[0].shape[1]
-    for axis in cut:
-        length //= axes.sizes[axis]
-        first += axes.coordinates[axis] * length
+    first, length = placed.place_along(0, 1)
     highest = logits.detach().amax(1)
     for axis in cut:
         axes.note("all_reduce", axis, highest)
@@ -88,11 +106,7 @@ def _run_loss(placed: Placed) -> Tensor:
     total = shifted.exp().sum(1)
     for axis in cut:
         total, at_target = moves.reduce(total, axes, axis), moves.reduce(at_target, axes, axis)
-    kept = target != ignored
-    losses: Tensor = (total.log() - at_target) * kept
-    if reduction == "none":
-        return losses
-    return losses.sum() / kept.sum() if reduction == "mean" else losses.sum()
+    return total.log() - at_target
 
 
 ATTENTION = Kind("attention", _attention_rows, _run_attention)

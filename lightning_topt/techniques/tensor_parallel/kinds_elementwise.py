@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Operand, Placed, Row, divides, named, register
+from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Operand, Row, divides, named, register
 
 
 def elementwise_rows(call: Call, ranks: int) -> Iterator[Row]:
     """Yield the split of each dim; arguments that are broadcast along it stay whole."""
+    if call.func is torch.where and len(call.args) + len(call.kwargs) == 1:
+        return  # indices of what is not zero
     shape = broadcast(call.operands)
     for dim, size in enumerate(shape):
         for parts in call.parts if divides(size, ranks) else ():
@@ -32,15 +35,17 @@ def broadcast(operands: Sequence[Operand]) -> torch.Size:
     return shape
 
 
-def _dropout(placed: Placed) -> Tensor:
-    """The random numbers are those of one process: all ranks draw those of the whole tensor."""
-    x: Tensor = placed.get(0, "input")
-    p = placed.get(1, "p", 0.5)
-    if not placed.get(2, "training", True) or p == 0:
-        return x
-    noise = F.dropout(torch.ones(placed.inputs[0].shape, dtype=x.dtype, device=x.device), p)
-    kept = placed.cut_like(noise, 0)
-    return x.mul_(kept) if placed.get(3, "inplace", False) else x * kept
+def _like_rows(call: Call, ranks: int) -> Iterator[Row]:
+    """Another tensor gives the type only, so wherever it is."""
+    x, *others = call.operands
+    for row in elementwise_rows(replace(call, operands=(x,)), ranks):
+        kept = row.inputs[0]
+        yield call.row({x: kept}, kept)
+        for other in others:
+            for dim, size in enumerate(other.shape):
+                for parts in call.parts if divides(size, ranks) else ():
+                    if divides(size, ranks, parts):
+                        yield call.row({x: kept, other: Shard(dim, parts)}, kept)
 
 
 _UNARY = (
@@ -55,7 +60,7 @@ _SEVERAL = (
     "logical_or logical_xor lt masked_fill maximum minimum mul multiply ne nextafter not_equal pow remainder rsub sub subtract "
     "true_divide where xlogy copysign prelu"
 )
-_CONVERSIONS = "bfloat16 bool cfloat char cpu cuda double float half int long short to type zero_ fill_ copy_"
+_CONVERSIONS = "bfloat16 bool cfloat char cpu cuda double float half int long short type zero_ fill_ copy_"
 _LIKE = "empty_like full_like ones_like zeros_like"
 _FUNCTIONAL = (
     "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish prelu relu relu6 selu sigmoid silu "
@@ -68,8 +73,8 @@ _DUNDER = (
 )
 
 ELEMENTWISE = Kind("elementwise", elementwise_rows)
-DROPOUT = Kind("dropout", elementwise_rows, _dropout)
-register(DROPOUT, (F.dropout, torch.dropout))
+register(Kind("conversion", _like_rows), named("to type_as", Tensor))
+register(Kind("broadcast", elementwise_rows), (torch.broadcast_tensors,))
 register(ELEMENTWISE, named(_UNARY, torch, Tensor))
 register(ELEMENTWISE, named(_SEVERAL, torch, Tensor))
 register(ELEMENTWISE, named(" ".join(f"{name}_" for name in f"{_UNARY} {_SEVERAL}".split()), torch, Tensor))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Operand, Placed, Row, divides, register
+from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Operand, Placed, Row, divides, named, register
 from lightning_topt.techniques.tensor_parallel.kinds_elementwise import broadcast
 from lightning_topt.techniques.tensor_parallel.layout import PARTIAL
 
@@ -62,13 +62,14 @@ def _matmul(call: Call, ranks: int) -> Iterator[Row]:
     ndim = len(batch) + 2
     dims = [[*range(ndim - len(operand.shape), ndim)] for operand in call.operands]
     for dim, size in enumerate(batch):
-        placed: dict[Operand, Placement] = {
-            operand: Shard(dim - own[0])
-            for operand, own in zip(call.operands, dims, strict=True)
-            if dim in own and operand.shape[dim - own[0]] == size
-        }
-        if divides(size, ranks):
-            yield call.row(placed, Shard(dim))
+        for parts in call.parts if divides(size, ranks) else ():
+            placed: dict[Operand, Placement] = {
+                operand: Shard(dim - own[0], parts)
+                for operand, own in zip(call.operands, dims, strict=True)
+                if dim in own and operand.shape[dim - own[0]] == size
+            }
+            if divides(size, ranks, parts):
+                yield call.row(placed, Shard(dim, parts))
     rows, inner, columns = len(left.shape) - 2, len(left.shape) - 1, len(right.shape) - 1
     for parts in call.parts:
         if divides(left.shape[rows], ranks, parts):
@@ -77,6 +78,55 @@ def _matmul(call: Call, ranks: int) -> Iterator[Row]:
             yield call.row({right: Shard(columns, parts)}, Shard(ndim - 1, parts))
         if divides(left.shape[inner], ranks, parts):
             yield call.row({left: Shard(inner, parts), right: Shard(columns - 1, parts)}, PARTIAL)
+
+
+def _baddbmm(call: Call, ranks: int) -> Iterator[Row]:
+    """Dims: (batch, row, inner) times (batch, inner, column), added to what may be broadcast."""
+    added, left, right = (call.get(index, name) for index, name in enumerate(("input", "batch1", "batch2")))
+    sizes = (left.shape[0], left.shape[1], right.shape[2])
+    for dim, size in enumerate(sizes):
+        own = dim - 3 + len(added.shape)
+        for parts in call.parts:
+            placed: dict[Operand, Placement] = {}
+            if own >= 0 and added.shape[own] == size:
+                placed[added] = Shard(own, parts)
+            placed |= {operand: Shard(dim, parts) for operand, other in ((left, 2), (right, 1)) if dim != other}
+            if divides(size, ranks, parts):
+                yield call.row(placed, Shard(dim, parts))
+
+
+def _grouped(call: Call, ranks: int) -> Iterator[Row]:
+    """Tokens sorted by expert (token, inner) times matrices of experts (expert, inner, column)."""
+    tokens, weight = call.operands[:2]
+    if (len(tokens.shape), len(weight.shape)) != (2, 3) or len(call.operands) != 3:
+        return
+    for parts in call.parts:
+        if divides(weight.shape[2], ranks, parts):
+            yield call.row({weight: Shard(2, parts)}, Shard(1, parts))
+        if divides(weight.shape[1], ranks, parts):
+            yield call.row({tokens: Shard(1, parts), weight: Shard(1, parts)}, PARTIAL)
+    if divides(weight.shape[0], ranks):
+        yield call.row({weight: Shard(0)}, PARTIAL)
+
+
+def _run_grouped(placed: Placed) -> Tensor:
+    """A rank treats the tokens of its experts; `offs` say where those of an expert end."""
+    tokens, weight, *rest = placed.args
+    ends: Tensor = rest[0] if rest else placed.kwargs["offs"]
+    first, count = placed.place_along(1, 0)
+    if count == placed.inputs[1].shape[0]:
+        result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
+        return result
+    start, end = int(ends[first - 1]) if first else 0, int(ends[first + count - 1])
+    own = placed.call.func(tokens[start:end], weight, offs=ends[first : first + count] - start)
+    return F.pad(own, (0, 0, start, tokens.shape[0] - end))
+
+
+def _outer(call: Call, ranks: int) -> Iterator[Row]:
+    for dim, operand in enumerate(call.operands):
+        for parts in call.parts:
+            if divides(operand.shape[0], ranks, parts):
+                yield call.row({operand: Shard(0, parts)}, Shard(dim, parts))
 
 
 def _einsum(call: Call, ranks: int) -> Iterator[Row]:
@@ -118,12 +168,7 @@ def _run_embedding(placed: Placed) -> Tensor:
         padding += placed.inputs[1].shape[0]
     if placed.ranks_along(1, 0) == 1:
         return F.embedding(ids, weight, padding)
-    first = 0
-    length = placed.inputs[1].shape[0]
-    for axis, placement in enumerate(placed.inputs[1].placements):
-        if placement == Shard(0):
-            length //= placed.axes.sizes[axis]
-            first += placed.axes.coordinates[axis] * length
+    first, length = placed.place_along(1, 0)
     own = (ids >= first) & (ids < first + length)
     local = torch.where(own, ids - first, 0)
     kept = padding - first if padding is not None and first <= padding < first + length else None
@@ -142,8 +187,14 @@ register(
     MATMUL,
     (
         *(torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm),
-        *(Tensor.__matmul__,),
+        Tensor.__matmul__,
     ),
 )
+register(Kind("baddbmm", _baddbmm), named("baddbmm", torch, Tensor))
+register(
+    Kind("grouped product", _grouped, _run_grouped),
+    (torch._grouped_mm, getattr(F, "grouped_mm", None)),
+)
+register(Kind("outer", _outer), named("outer ger", torch, Tensor))
 register(EINSUM, (torch.einsum, torch.functional.einsum))
 register(EMBEDDING, (F.embedding, torch.embedding))

@@ -1,4 +1,4 @@
-"""Functions that change shapes only: reshapes of heads, transposes, cuts and joins."""
+"""Functions that change shapes only: reshapes of heads, transposes, copies."""
 
 from __future__ import annotations
 
@@ -81,6 +81,8 @@ def _reshape_rows(call: Call, ranks: int) -> Iterator[Row]:
     for old_dims, new_dims in groups(x.shape, new):
         for dim in old_dims:
             for parts in call.parts if divides(x.shape[dim], ranks) else ():
+                if not divides(x.shape[dim], ranks, parts):
+                    continue
                 target = _goes_on(x.shape, old_dims, dim, parts, new, new_dims, ranks)
                 if target is not None:
                     yield call.row({x: Shard(dim, parts)}, target)
@@ -107,7 +109,8 @@ def _goes_on(
 
 
 def _run_reshape(placed: Placed) -> Tensor:
-    shape = placed.local_shape(_new_shape(placed.call))
+    if (shape := placed.memo.get("shape")) is None:
+        shape = placed.memo["shape"] = placed.local_shape(_new_shape(placed.call))
     x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
     return x.view(shape) if placed.call.func.__name__.startswith("view") else x.reshape(shape)
 
@@ -130,22 +133,35 @@ def _permute_rows(call: Call, ranks: int) -> Iterator[Row]:
                 yield call.row({x: Shard(dim, parts)}, Shard(target, parts))
 
 
+def _gone(call: Call) -> set[int]:
+    """The dims that a squeeze removes."""
+    shape = call.operands[0].shape
+    dims = call.get(1, "dim", [*range(len(shape))])
+    given = {positive(d, len(shape)) for d in ([dims] if isinstance(dims, int) else dims)}
+    return {d for d in given if shape[d] == 1}
+
+
 def _squeeze_rows(call: Call, ranks: int) -> Iterator[Row]:
-    x, name = call.operands[0], call.func.__name__
-    ndim = len(x.shape)
-    kept = [*range(ndim)]
-    if name.startswith("squeeze"):
-        dims = call.get(1, "dim", [d for d in kept if x.shape[d] == 1])
-        gone = {positive(d, ndim) for d in ([dims] if isinstance(dims, int) else dims)}
-        kept = [d for d in kept if d not in gone or x.shape[d] != 1]
-        places = {d: index for index, d in enumerate(kept)}
+    x = call.operands[0]
+    if call.func.__name__.startswith("squeeze"):
+        gone = _gone(call)
+        places = {d: d - sum(each < d for each in gone) for d in range(len(x.shape)) if d not in gone}
     else:
-        new = positive(call.get(1, "dim"), ndim + 1)
-        places = {d: d + (d >= new) for d in kept}
+        new = positive(call.get(1, "dim"), len(x.shape) + 1)
+        places = {d: d + (d >= new) for d in range(len(x.shape))}
     for dim, target in places.items():
-        for parts in call.parts if divides(x.shape[dim], ranks) else ():
+        for parts in call.parts:
             if divides(x.shape[dim], ranks, parts):
                 yield call.row({x: Shard(dim, parts)}, Shard(target, parts))
+
+
+def _run_squeeze(placed: Placed) -> Tensor:
+    """A dim may have the size 1 on one rank only."""
+    if not placed.call.func.__name__.startswith("squeeze"):
+        result: Tensor = placed.call.func(*placed.args, **placed.kwargs)
+        return result
+    x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
+    return x.squeeze(tuple(_gone(placed.call)))
 
 
 def _expanded(call: Call) -> tuple[int, ...]:
@@ -180,124 +196,41 @@ def _repeat_interleave_rows(call: Call, ranks: int) -> Iterator[Row]:
             yield call.row({x: Shard(d)}, Shard(d))
 
 
-def _cat_rows(call: Call, ranks: int) -> Iterator[Row]:
-    """Tensors joined along the dim they are split along are parts of the result, where they are equally large."""
-    ndim = len(call.operands[0].shape)
-    if any(len(operand.shape) != ndim for operand in call.operands):
-        return
-    along = positive(call.get(1, "dim", 0), ndim)
-    for dim in range(ndim):
-        sizes = {operand.shape[dim] for operand in call.operands}
-        if len(sizes) == 1 and divides(min(sizes), ranks):
-            placed: dict[Any, Placement] = {operand: Shard(dim) for operand in call.operands}
-            yield call.row(placed, Shard(dim, len(call.operands) if dim == along else 1))
-
-
-def _stack_rows(call: Call, ranks: int) -> Iterator[Row]:
-    shape = call.operands[0].shape
-    new = positive(call.get(1, "dim", 0), len(shape) + 1)
-    for dim, size in enumerate(shape):
-        if divides(size, ranks):
-            placed: dict[Any, Placement] = {operand: Shard(dim) for operand in call.operands}
-            yield call.row(placed, Shard(dim + (dim >= new)))
-
-
-def _lengths(call: Call) -> tuple[int, list[int]]:
-    """Return the dim, and the sizes of the pieces."""
-    shape, name = call.operands[0].shape, call.func.__name__
-    dim = positive(call.get(2, "dim", 0), len(shape))
-    given, size = call.args[1] if len(call.args) > 1 else None, shape[dim]
-    if name == "chunk":
-        given = -(-size // (call.kwargs["chunks"] if given is None else given))
-    elif given is None:
-        given = next(
-            call.kwargs[key] for key in ("split_size", "split_size_or_sections", "split_sizes") if key in call.kwargs
-        )
-    if isinstance(given, int):
-        return dim, [min(given, size - start) for start in range(0, size, given)]
-    return dim, [*given]
-
-
-def _split_rows(call: Call, ranks: int) -> Iterator[Row]:
+def _repeat_rows(call: Call, ranks: int) -> Iterator[Row]:
+    """Each copy of a split dim is a part of the result."""
     x = call.operands[0]
-    along, lengths = _lengths(call)
+    sizes = sizes_of(call)
+    new = len(sizes) - len(x.shape)
+    if call.func.__name__ == "tile" and new < 0:
+        sizes, new = (*(1 for _ in range(-new)), *sizes), 0
+    for dim, size in enumerate(x.shape):
+        for parts in call.parts:
+            copies = sizes[new + dim]
+            if copies > 0 and divides(size, ranks, parts):
+                yield call.row({x: Shard(dim, parts)}, Shard(new + dim, parts * copies))
+
+
+def _moved_rows(call: Call, ranks: int) -> Iterator[Row]:
+    """Dims that are rolled or turned round are whole."""
+    x, dims = call.operands[0], call.get(2, "dims")
+    if call.func.__name__ == "flip":
+        dims = call.kwargs["dims"] if "dims" in call.kwargs else call.args[1:]
+        dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    if dims is None or (isinstance(dims, tuple | list) and not dims):
+        return
+    moved = {positive(dim, len(x.shape)) for dim in ([dims] if isinstance(dims, int) else dims)}
+    for dim, size in enumerate(x.shape):
+        for parts in call.parts:
+            if dim not in moved and divides(size, ranks, parts):
+                yield call.row({x: Shard(dim, parts)}, Shard(dim, parts))
+
+
+def _window_rows(call: Call, ranks: int) -> Iterator[Row]:
+    x = call.operands[0]
+    along = positive(call.get(1, "dimension"), len(x.shape))
     for dim, size in enumerate(x.shape):
         if dim != along and divides(size, ranks):
-            yield call.row({x: Shard(dim)}, *(Shard(dim) for _ in lengths))
-    for parts in call.parts:
-        per_piece = parts // len(lengths)
-        if parts % len(lengths) == 0 and len({*lengths}) == 1 and divides(lengths[0], ranks, per_piece):
-            yield call.row({x: Shard(along, parts)}, *(Shard(along, per_piece) for _ in lengths))
-
-
-def _run_split(placed: Placed) -> Any:
-    along, lengths = _lengths(placed.call)
-    x: Tensor = placed.args[0] if placed.args else placed.kwargs["input"]
-    ranks = placed.ranks_along(0, along)
-    return x.split([length // ranks for length in lengths], along)  # type: ignore[no-untyped-call]
-
-
-def _unbind_rows(call: Call, ranks: int) -> Iterator[Row]:
-    x = call.operands[0]
-    along = positive(call.get(1, "dim", 0), len(x.shape))
-    for dim, size in enumerate(x.shape):
-        if dim != along and divides(size, ranks):
-            yield call.row({x: Shard(dim)}, *(Shard(dim - (dim > along)) for _ in range(x.shape[along])))
-
-
-def _getitem_rows(call: Call, ranks: int) -> Iterator[Row]:
-    """Dims that are taken whole stay split."""
-    x, index = call.operands[0], call.args[1]
-    if len(call.operands) > 1:
-        return
-    items = [*index] if type(index) is tuple else [index]
-    if any(item is not None and item is not Ellipsis and not isinstance(item, slice | int) for item in items) or any(
-        isinstance(item, bool) for item in items
-    ):
-        return
-    used = sum(item is not None and item is not Ellipsis for item in items)
-    rest = [slice(None)] * (len(x.shape) - used)
-    at = items.index(Ellipsis) if Ellipsis in items else len(items)
-    items[at : at + 1] = rest
-    dim = target = 0
-    for item in items:
-        if item is None:
-            target += 1
-        elif isinstance(item, int):
-            dim += 1
-        else:
-            if item.indices(x.shape[dim]) == (0, x.shape[dim], 1):
-                for parts in call.parts:
-                    if divides(x.shape[dim], ranks, parts):
-                        yield call.row({x: Shard(dim, parts)}, Shard(target, parts))
-            dim, target = dim + 1, target + 1
-
-
-def _run_getitem(placed: Placed) -> Any:
-    """A slice from the start to the whole size is all of the local tensor too."""
-    x, index = placed.args
-    shape = placed.inputs[0].shape
-    items = [*index] if type(index) is tuple else [index]
-    used = sum(item is not None and item is not Ellipsis for item in items)
-    at = items.index(Ellipsis) if Ellipsis in items else len(items)
-    items[at : at + 1] = [slice(None)] * (len(shape) - used)
-    dim = 0
-    for place, item in enumerate(items):
-        if isinstance(item, slice) and item.indices(shape[dim]) == (0, shape[dim], 1):
-            items[place] = slice(None)
-        dim += item is not None
-    return x[tuple(items)]
-
-
-def _select_rows(call: Call, ranks: int) -> Iterator[Row]:
-    """One dim is indexed; the others may be split."""
-    x = call.operands[0]
-    along = positive(call.get(1, "dim"), len(x.shape))
-    removed = call.func.__name__ == "select"
-    for dim, size in enumerate(x.shape):
-        if dim != along and divides(size, ranks):
-            placed: dict[Any, Placement] = {x: Shard(dim)}
-            yield call.row(placed, Shard(dim - (removed and dim > along)))
+            yield call.row({x: Shard(dim)}, Shard(dim))
 
 
 def _triangle_rows(call: Call, ranks: int) -> Iterator[Row]:
@@ -309,21 +242,15 @@ def _triangle_rows(call: Call, ranks: int) -> Iterator[Row]:
 
 RESHAPE = Kind("reshape", _reshape_rows, _run_reshape)
 PERMUTE = Kind("permute", _permute_rows)
-SQUEEZE = Kind("squeeze", _squeeze_rows)
+SQUEEZE = Kind("squeeze", _squeeze_rows, _run_squeeze)
 EXPAND = Kind("expand", _expand_rows, _run_expand)
-SPLIT = Kind("split", _split_rows, _run_split)
 register(RESHAPE, named("view reshape flatten unflatten ravel view_as reshape_as", torch, Tensor))
 register(PERMUTE, named("transpose permute t swapaxes swapdims movedim moveaxis adjoint", torch, Tensor))
 register(PERMUTE, (Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
 register(SQUEEZE, named("squeeze unsqueeze", torch, Tensor))
 register(EXPAND, named("expand expand_as broadcast_to", torch, Tensor))
 register(Kind("repeat_interleave", _repeat_interleave_rows), named("repeat_interleave", torch, Tensor))
-register(Kind("cat", _cat_rows), named("cat concat concatenate", torch))
-register(Kind("stack", _stack_rows), (torch.stack,))
-register(SPLIT, named("split chunk split_with_sizes", torch, Tensor))
-register(SPLIT, (torch.functional.split,))
-register(Kind("unbind", _unbind_rows), named("unbind", torch, Tensor))
-register(Kind("iteration", _unbind_rows, lambda placed: placed.args[0].unbind(0)), (Tensor.__iter__,))
-register(Kind("getitem", _getitem_rows, _run_getitem), (Tensor.__getitem__,))
-register(Kind("select", _select_rows), named("select narrow index_select", torch, Tensor))
+register(Kind("repeat", _repeat_rows), named("repeat tile", torch, Tensor))
+register(Kind("roll", _moved_rows), named("roll flip", torch, Tensor))
+register(Kind("window", _window_rows), (Tensor.unfold,))
 register(Kind("triangle", _triangle_rows), named("tril triu", torch, Tensor))

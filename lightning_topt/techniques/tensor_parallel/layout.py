@@ -16,11 +16,20 @@ PARTIAL = Partial()
 _NAME = "_topt_layout"
 
 
-class Layout(NamedTuple):
-    """The `shape` of the whole tensor, and one placement per tensor axis."""
-
+class _Layout(NamedTuple):
     shape: tuple[int, ...]
     placements: tuple[Placement, ...]
+
+
+class Layout(_Layout):
+    """The `shape` of the whole tensor, and one placement per tensor axis."""
+
+    def __hash__(self) -> int:
+        """Return the hash, kept: a layout is part of the key of every call."""
+        if (found := self.__dict__.get("hash")) is None:
+            found = self.__dict__["hash"] = tuple.__hash__(self)
+        value: int = found
+        return value
 
     def local_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of one rank's part; `sizes` are those of the axes."""

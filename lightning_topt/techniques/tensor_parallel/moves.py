@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
-from lightning_topt.graph.op_config import Shard
-from lightning_topt.techniques.tensor_parallel.layout import cut, joined
+from lightning_topt.graph.op_config import Partial, Placement, Shard
+from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, cut, joined
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
@@ -177,3 +178,51 @@ def exchange(tensor: Tensor, source: Shard, target: Shard, axes: TensorAxes, axi
     """Return this rank's slice along another dim."""
     result: Tensor = _Exchange.apply(tensor, source, target, axes, axis)  # type: ignore[no-untyped-call]
     return result
+
+
+def move(
+    tensor: Tensor, source: Sequence[Placement], target: Sequence[Placement], enters: Sequence[bool], axes: TensorAxes
+) -> Tensor:
+    """Return the local tensor at `target`, axis by axis: gathers from the inside out, then slices from the outside in.
+
+    `enters`: on which axes it is whole then and used differently by each rank.
+    """
+    now = [*source]
+    for axis in reversed(range(len(axes))):
+        before, after = now[axis], target[axis]
+        if before == after:
+            continue
+        cut_dims = {each.dim for each in (before, after) if isinstance(each, Shard)}  # outer axes cut first
+        for inner in range(len(axes) - 1, axis, -1):
+            placement = now[inner]
+            if isinstance(placement, Shard) and placement.dim in cut_dims:
+                tensor, now[inner] = gather(tensor, placement, axes, inner, shared=False), REPLICATE
+        if not isinstance(before, Shard):
+            continue
+        others = (each for index, each in enumerate(now) if index != axis)
+        if isinstance(after, Shard) and after.dim != before.dim and not any(_on(each, after.dim) for each in others):
+            tensor, now[axis] = exchange(tensor, before, after, axes, axis), after
+        else:
+            shared = enters[axis]
+            tensor, now[axis] = gather(tensor, before, axes, axis, shared=shared), REPLICATE
+    for axis, after in enumerate(target):
+        if isinstance(after, Shard) and now[axis] != after:
+            tensor, now[axis] = take(tensor, after, axes, axis), after
+        elif enters[axis] and source[axis] == REPLICATE:
+            tensor = enter(tensor, axes, axis)
+    return tensor
+
+
+def bias_for(
+    bias: Tensor, summed: Sequence[Placement], now: Sequence[Placement], axes: TensorAxes, *, ndim: int, along: int
+) -> Tensor:
+    """Return the bias along dim `along` (from the end) of a sum of `ndim` dims, for what each rank keeps of the sum."""
+    for axis, (placement, kept) in enumerate(zip(summed, now, strict=True)):
+        if isinstance(placement, Partial) and isinstance(kept, Shard):
+            own = Shard(0, kept.parts) if kept.dim == ndim + along else None
+            bias = enter(bias, axes, axis) if own is None else take(bias, own, axes, axis)
+    return bias if along == -1 else bias.view(-1, *(1 for _ in range(-1 - along)))
+
+
+def _on(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, Shard) and placement.dim == dim

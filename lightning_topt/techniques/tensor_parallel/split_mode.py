@@ -8,28 +8,65 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from lightning_topt.graph.op_config import Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.attributes import ATTRIBUTES, LOCAL
-from lightning_topt.techniques.tensor_parallel.decisions import Decision, Known, decide
+from lightning_topt.techniques.tensor_parallel.attributes import ALIASES, ATTRIBUTES, LOCAL
+from lightning_topt.techniques.tensor_parallel.composites import body_of
+from lightning_topt.techniques.tensor_parallel.decisions import Decision, decide
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Operand, Placed, replaced, tensors_in
+from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Placed, replaced, tensors_in
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, layout_of, with_layout
+from lightning_topt.techniques.tensor_parallel.python_functions import PythonFunctionMode
+from lightning_topt.techniques.tensor_parallel.signatures import call_of, is_in_place, known_of, signature, with_tensors
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
+_LAYOUT = "_topt_layout"
 _MOVED = "_topt_moved"
+_COPIED = "_topt_copied"
+_REFUSED = {  # they give a tensor another storage or shape
+    *(
+        "__set__",
+        "set_",
+        "resize_",
+        "resize_as_",
+        "swapaxes_",
+        "swapdims_",
+        "transpose_",
+        "t_",
+        "squeeze_",
+        "unsqueeze_",
+    ),
+    *("as_strided_", "apply_", "map_"),
+}
 _MAX_KNOWN = 10_000  # decisions: batches of ever new lengths
 
 
-class SplitMode(TorchFunctionMode):
+@dataclass(frozen=True)
+class _Prepared:
+    """All about a call that does not change between two of the same signature."""
+
+    kind: Kind | None
+    call: Call
+    decision: Decision
+    in_place: bool
+    sources: tuple[tuple[Placement, ...], ...]
+    moving: tuple[int, ...]  # places of arguments that may have to move
+    inputs: tuple[Layout, ...]
+    summed: tuple[bool, ...]  # by result
+    layouts: dict[Any, Layout | None] = field(default_factory=dict)  # by result and its local shape
+    memo: dict[str, Any] = field(default_factory=dict)
+
+
+class SplitMode(PythonFunctionMode):
     """Runs forward code on the tensor axes `axes`. `rest` says where a summed tensor of a shape is left: whole, by default."""
 
     def __init__(
@@ -39,7 +76,12 @@ class SplitMode(TorchFunctionMode):
         self.axes, self.rest = axes, rest
         self._whole: Layout = Layout((), (REPLICATE,) * len(axes))
         self._same = (False,) * len(axes)
-        self._known: dict[Any, Decision] = {}
+        self._known: dict[Any, _Prepared] = {}
+
+    @property
+    def whole_calls(self) -> list[str]:
+        """Names of functions that got whole tensors because no row fits, once for each signature."""
+        return [each.call.func.__name__ for each in self._known.values() if not each.decision.outputs]
 
     @contextmanager
     def on(self) -> Generator[None, None, None]:
@@ -67,65 +109,116 @@ class SplitMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for arg in args if kwargs is None else (*args, *kwargs.values()):
+        for arg in args if not kwargs else (*args, *kwargs.values()):
             if isinstance(arg, Tensor):
-                if "_topt_layout" in arg.__dict__:
+                if (notes := arg.__dict__) and (_LAYOUT in notes or _COPIED in notes):
                     return self._on_split(func, args, kwargs or {})
-            elif type(arg) in (list, tuple) and any(layout_of(each) is not None for each in tensors_in(arg)):
+            elif isinstance(arg, list | tuple) and any(layout_of(each) is not None for each in tensors_in(arg)):
                 return self._on_split(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    @override
+    def whole_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tensors, whole = list(tensors_in(args)), self._whole.placements
+        enters = (False,) * len(whole)
+        local = [
+            tensor if (layout := layout_of(tensor)) is None else self._move(tensor, layout.placements, whole, enters)
+            for tensor in tensors
+        ]
+        result: tuple[Any, ...] = replaced(args, local, of=Tensor)
+        return result
 
     def _on_split(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (attribute := ATTRIBUTES.get(func)) is not None:
             return attribute(*args, **kwargs)
         if func in LOCAL:
             return func(*args, **kwargs)
-        tensors = list(tensors_in((*args, *kwargs.values())))
-        known = [self._known_of(tensor) for tensor in tensors]
-        kind, in_place = KINDS.get(func), _is_in_place(func, kwargs)
-        key = _signature(func, args, kwargs, known)
-        if key is None or (decision := self._known.get(key)) is None:
-            call = _call(func, args, kwargs, known)
-            decision = decide(kind, call, known, self.axes.sizes, in_place=in_place)
+        tensors: list[Tensor] = []
+        key = signature(func, args, kwargs, tensors)
+        if key is None or (prepared := self._known.get(key)) is None:
+            if func not in KINDS and (body := body_of(func)) is not None:
+                with self:
+                    return body(*args, **kwargs)
+            prepared = self._prepare(func, args, kwargs, tensors)
             if key is not None and len(self._known) < _MAX_KNOWN:
-                self._known[key] = decision
-        local = [
-            tensor if index == decision.added else self._move(tensor, each.layout.placements, target, enters)
-            for index, (tensor, each, target, enters) in enumerate(
-                zip(tensors, known, decision.inputs, decision.enters, strict=True)
-            )
-        ]
-        if in_place:
-            tensors[0].__dict__.pop(_MOVED, None)
-        result = self._placed(self._run(kind, func, args, kwargs, known, decision, local), decision, local)
+                self._known[key] = prepared
+        local = self._moved_arguments(prepared, tensors)
+        result = self._placed(prepared, self._run(prepared, args, kwargs, tensors, local), local)
+        if prepared.decision.writes_back:
+            return self._written_back(prepared, tensors[0], local[0])
+        if func in ALIASES and local:
+            _note_copies(tensors, local, result)
         return iter(result) if func is Tensor.__iter__ else result
 
-    def _known_of(self, tensor: Tensor) -> Known:
-        layout = layout_of(tensor) or self._whole._replace(shape=tuple(tensor.shape))
-        return Known(layout, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+    def _prepare(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> _Prepared:
+        known = [known_of(tensor, self._whole) for tensor in tensors]
+        kind, call, in_place = KINDS.get(func), call_of(func, args, kwargs, known), is_in_place(func, kwargs)
+        if kwargs.get("out") is not None:
+            kind = None
+            for layout in filter(None, map(layout_of, tensors_in((kwargs["out"],)))):
+                raise _refusal(func, layout.placements)
+        decision = decide(kind, call, known, self.axes.sizes, in_place=in_place)
+        sources = tuple(each.layout.placements for each in known)
+        moving = tuple(
+            place
+            for place, (source, target, enters) in enumerate(
+                zip(sources, decision.inputs, decision.enters, strict=True)
+            )
+            if source != target or any(enters)
+        )
+        inputs = tuple(
+            Layout(each.layout.shape, placements) for each, placements in zip(known, decision.inputs, strict=True)
+        )
+        summed = tuple(any(isinstance(each, Partial) for each in output) for output in decision.outputs)
+        return _Prepared(kind, call, decision, in_place, sources, moving, inputs, summed)
 
     def _run(
         self,
-        kind: Any,
-        func: Callable[..., Any],
+        prepared: _Prepared,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        known: Sequence[Known],
-        decision: Decision,
+        tensors: Sequence[Tensor],
         local: Sequence[Tensor],
     ) -> Any:
-        given = [None if index == decision.added else tensor for index, tensor in enumerate(local)]
-        new_args, new_kwargs = replaced((args, tuple(kwargs.values())), given, of=Tensor)
-        new_kwargs = dict(zip(kwargs, new_kwargs, strict=True))
-        if kind is None or kind.run is None or not decision.outputs:
-            return func(*new_args, **new_kwargs)
-        layouts = tuple(
-            Layout(each.layout.shape, placements) for each, placements in zip(known, decision.inputs, strict=True)
-        )
-        call = _call(func, args, kwargs, known)
-        return kind.run(Placed(call, new_args, new_kwargs, layouts, decision.outputs, self.axes))
+        added = prepared.decision.added
+        if local is not tensors or added is not None:
+            args, kwargs = with_tensors(args, kwargs, local, without=added)
+        kind, outputs = prepared.kind, prepared.decision.outputs
+        if kind is None or kind.run is None or not outputs:
+            return prepared.call.func(*args, **kwargs)
+        return kind.run(Placed(prepared.call, args, kwargs, prepared.inputs, outputs, self.axes, prepared.memo))
 
     # ---- arguments --------------------------------------------------------------------------------------------------
+
+    def _moved_arguments(self, prepared: _Prepared, tensors: list[Tensor]) -> list[Tensor]:
+        """The local tensors; the list itself where none moves."""
+        if prepared.in_place:
+            tensors[0].__dict__.pop(_MOVED, None)
+            if _COPIED in tensors[0].__dict__:
+                raise ValueError(
+                    f"{prepared.call.func.__name__} changes a view of a split tensor in place, which would not change that "
+                    "tensor; write it without the in-place call, or keep the tensor's block whole"
+                )
+        if not prepared.moving:
+            return tensors
+        local = [*tensors]
+        decision = prepared.decision
+        for place in prepared.moving:
+            where = prepared.sources[place], decision.inputs[place], decision.enters[place]
+            local[place] = self._move(tensors[place], *where)
+        if decision.writes_back:
+            if prepared.call.func.__name__ in _REFUSED:
+                raise _refusal(prepared.call.func, prepared.sources[0])
+            local[0] = local[0].clone()
+        return local
+
+    def _written_back(self, prepared: _Prepared, tensor: Tensor, whole: Tensor) -> Tensor | None:
+        """Copy the slice of what a whole tensor became in place into the split one."""
+        everywhere, target = self._whole.placements, prepared.sources[0]
+        tensor.copy_(moves.move(whole, everywhere, target, (False,) * len(everywhere), self.axes))
+        return None if prepared.call.func is Tensor.__setitem__ else tensor
 
     def _move(
         self, tensor: Tensor, source: tuple[Placement, ...], target: tuple[Placement, ...], enters: tuple[bool, ...]
@@ -133,58 +226,45 @@ class SplitMode(TorchFunctionMode):
         """The local tensor at `target`, remembered where other calls may want it (queries, keys and values of one input)."""
         if source == target and not (any(enters) and tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
-        if tensor.is_leaf and tensor.requires_grad:  # its gradient would hold it, and it what is remembered
-            return self._moved(tensor, source, target, enters)
+        # The gradient of a leaf would hold it, and it what is remembered; changes of inference tensors are not counted.
+        if (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference():
+            return moves.move(tensor, source, target, enters, self.axes)
         known = tensor.__dict__.setdefault(_MOVED, {})
         key = target, enters, torch.is_grad_enabled()
-        if key not in known or known[key][0] != tensor._version:
-            known[key] = tensor._version, self._moved(tensor, source, target, enters)
-        moved: Tensor = known[key][1]
+        if (found := known.get(key)) is not None and found[:2] == (tensor._version, found[2]._version):
+            moved: Tensor = found[2]
+            return moved
+        moved = moves.move(tensor, source, target, enters, self.axes)
+        known[key] = tensor._version, moved._version, moved
         return moved
-
-    def _moved(
-        self, tensor: Tensor, source: tuple[Placement, ...], target: tuple[Placement, ...], enters: tuple[bool, ...]
-    ) -> Tensor:
-        """Axis by axis: gathers from the inside out, then slices from the outside in."""
-        now, axes = [*source], self.axes
-        for axis in reversed(range(len(axes))):
-            before, after = now[axis], target[axis]
-            if not isinstance(before, Shard) or before == after:
-                continue
-            for inner in range(len(axes) - 1, axis, -1):
-                placement = now[inner]
-                if isinstance(placement, Shard) and placement.dim == before.dim:
-                    tensor, now[inner] = moves.gather(tensor, placement, axes, inner, shared=False), REPLICATE
-            if isinstance(after, Shard) and not any(_on(each, after.dim) for i, each in enumerate(now) if i != axis):
-                tensor, now[axis] = moves.exchange(tensor, before, after, axes, axis), after
-            else:
-                shared = enters[axis]
-                tensor, now[axis] = moves.gather(tensor, before, axes, axis, shared=shared), REPLICATE
-        for axis, after in enumerate(target):
-            if isinstance(after, Shard) and now[axis] != after:
-                tensor, now[axis] = moves.take(tensor, after, axes, axis), after
-            elif enters[axis] and source[axis] == REPLICATE:
-                tensor = moves.enter(tensor, axes, axis)
-        return tensor
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
-    def _placed(self, result: Any, decision: Decision, local: Sequence[Tensor]) -> Any:
-        if not decision.outputs:
+    def _placed(self, prepared: _Prepared, result: Any, local: Sequence[Tensor]) -> Any:
+        if not prepared.decision.outputs:
             return result
         if isinstance(result, Tensor):
-            return self._finished(result, decision.outputs[0], local, decision.added)
+            return self._finished(prepared, result, 0, local)
+        if not isinstance(result, list | tuple):
+            return result
         results = list(tensors_in(result))
-        outputs = [decision.outputs[min(index, len(decision.outputs) - 1)] for index in range(len(results))]
-        new = [self._finished(each, placements, local, None) for each, placements in zip(results, outputs, strict=True)]
+        new = [self._finished(prepared, each, index, local) for index, each in enumerate(results)]
         if all(a is b for a, b in zip(results, new, strict=True)):
             return result
-        return type(result)(new)
+        return type(result)(replaced([*result], new, of=Tensor))
 
-    def _finished(
-        self, tensor: Tensor, placements: tuple[Placement, ...], local: Sequence[Tensor], added: int | None
-    ) -> Tensor:
+    def _finished(self, prepared: _Prepared, tensor: Tensor, index: int, local: Sequence[Tensor]) -> Tensor:
         """Sum what is partial, add what waits for that, and say where the result is."""
+        index = min(index, len(prepared.summed) - 1)
+        placements = prepared.decision.outputs[index]
+        added = prepared.decision.added
+        if not prepared.summed[index] and added is None:
+            key, layouts = (index, tensor.shape), prepared.layouts
+            if key not in layouts:
+                layouts[key] = self._layout_of(tensor, placements)
+            if (known := layouts[key]) is not None:
+                tensor.__dict__[_LAYOUT] = known
+            return tensor
         now = [*placements]
         for axis, placement in enumerate(placements):
             if isinstance(placement, Partial):
@@ -194,70 +274,33 @@ class SplitMode(TorchFunctionMode):
                 else:
                     tensor, now[axis] = moves.reduce(tensor, self.axes, axis), REPLICATE
         if added is not None:
-            bias = local[added]
-            for axis, placement in enumerate(placements):
-                if isinstance(placement, Partial) and now[axis] != REPLICATE:
-                    bias = moves.enter(bias, self.axes, axis)
-            tensor = tensor + bias
-        if any(placement != REPLICATE for placement in now):
-            shape = [*tensor.shape]
-            for placement, size in zip(now, self.axes.sizes, strict=True):
-                if isinstance(placement, Shard):
-                    shape[placement.dim] *= size
-            with_layout(tensor, Layout(tuple(shape), tuple(now)))
-        return tensor
+            along = prepared.decision.along
+            tensor = tensor + moves.bias_for(local[added], placements, now, self.axes, ndim=tensor.ndim, along=along)
+        layout = self._layout_of(tensor, now)
+        return tensor if layout is None else with_layout(tensor, layout)
+
+    def _layout_of(self, tensor: Tensor, placements: Sequence[Placement]) -> Layout | None:
+        """Return where a local tensor at these placements is; None for whole."""
+        if all(placement == REPLICATE for placement in placements):
+            return None
+        shape = [*tensor.shape]
+        for placement, size in zip(placements, self.axes.sizes, strict=True):
+            if isinstance(placement, Shard):
+                shape[placement.dim] *= size
+        return Layout(tuple(shape), tuple(placements))
 
 
-def _on(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim == dim
+def _refusal(func: Callable[..., Any], placements: Sequence[Placement]) -> ValueError:
+    return ValueError(
+        f"{func.__name__} changes a tensor in place that is split {' x '.join(map(str, placements))}, which is not known for "
+        "such a tensor; write it without the in-place call, or keep the tensor's block whole"
+    )
 
 
-def _is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    changes = (name.endswith("_") and not name.startswith("__")) or name in _CHANGES
-    return changes or "out" in kwargs or kwargs.get("inplace") is True
-
-
-_CHANGES = {
-    "__setitem__",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__idiv__",
-    "__itruediv__",
-    "__ipow__",
-    "__iand__",
-    "__ior__",
-}
-
-
-def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[Known]) -> Call:
-    operands = tuple(Operand(index, each.layout.shape) for index, each in enumerate(known))
-    new_args, new_kwargs = _with_operands((args, tuple(kwargs.values())), operands)
-    placements = (placement for each in known for placement in each.layout.placements)
-    parts = {1, *(placement.parts for placement in placements if isinstance(placement, Shard))}
-    return Call(func, new_args, dict(zip(kwargs, new_kwargs, strict=True)), operands, tuple(sorted(parts)))
-
-
-def _with_operands(value: Any, operands: Sequence[Operand]) -> Any:
-    return replaced(value, operands, of=Tensor)
-
-
-def _signature(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[Known]) -> Any:
-    """All that the decision depends on; None where an argument cannot be compared."""
-    plain = _plain((args, tuple(kwargs.items())))
-    try:
-        hash(plain)
-    except TypeError:
-        return None
-    return func, plain, tuple(known)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return Tensor
-    if type(value) in (tuple, list):
-        return tuple(map(_plain, value))
-    if isinstance(value, slice):
-        return slice, value.start, value.stop, value.step
-    return value
+def _note_copies(tensors: Sequence[Tensor], local: Sequence[Tensor], result: Any) -> None:
+    """A view of what was gathered is no view of the tensor that user code has."""
+    first, memory = tensors[0], local[0].untyped_storage()._cdata
+    if _COPIED in first.__dict__ or (local[0] is not first and memory != first.untyped_storage()._cdata):
+        for each in tensors_in((result,)):
+            if each.untyped_storage()._cdata == memory:
+                each.__dict__[_COPIED] = True

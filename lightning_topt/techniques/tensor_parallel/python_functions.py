@@ -1,0 +1,107 @@
+"""Code that torch runs from outside of torch functions, under a `SplitMode`.
+
+A user's `torch.autograd.Function` gets whole tensors: what it computes is not known. What `torch.utils.checkpoint` runs again
+in backward, when the mode is off, runs under the mode again, on tensors that carry their layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
+
+from lightning_topt.techniques.tensor_parallel.kinds import tensors_in
+from lightning_topt.techniques.tensor_parallel.layout import layout_of, with_layout
+
+_OWN = ("torch.", "lightning_topt.")
+_apply: Any = torch.autograd.Function.__dict__["apply"]
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_generator: Any = getattr(checkpoint, _GENERATOR)
+_users = 0
+
+
+class PythonFunctionMode(TorchFunctionMode):
+    """A mode that also sees calls of autograd functions and checkpoints; `whole_arguments` says what the former get."""
+
+    def __enter__(self) -> Any:
+        """Watch those calls while any such mode is on."""
+        global _users
+        _users += 1
+        if _users == 1:
+            torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[assignment,method-assign]
+            setattr(checkpoint, _GENERATOR, _watched_generator)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave torch as it was."""
+        global _users
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _users -= 1
+        if _users == 0:
+            torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
+            setattr(checkpoint, _GENERATOR, _generator)
+
+    def whole_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments with whole tensors."""
+        raise NotImplementedError
+
+
+def _current() -> PythonFunctionMode | None:
+    if not torch._C._len_torch_function_stack():
+        return None
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = (mode for mode in reversed(stack) if isinstance(mode, PythonFunctionMode))
+    return next(modes, None)
+
+
+def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    mode = _current()
+    if mode is not None and cls is checkpoint.CheckpointFunction:
+        args = (_again_under(mode, args[0], args[2:]), *args[1:])
+    elif mode is not None and not cls.__module__.startswith(_OWN) and any(map(layout_of, tensors_in(args))):
+        with torch._C.DisableTorchFunction():
+            args = mode.whole_arguments(args)
+    return _apply.__func__(cls, *args, **kwargs)
+
+
+def _again_under(mode: PythonFunctionMode, function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    layouts = [layout_of(arg) for arg in args]
+
+    def run(*given: Any) -> Any:
+        if _current() is not None:
+            return function(*given)
+        for arg, layout in zip(given, layouts, strict=True):
+            if isinstance(arg, Tensor) and layout is not None:
+                with_layout(arg, layout)
+        with mode:
+            return function(*given)
+
+    return run
+
+
+def _watched_generator(
+    function: Any, preserve: bool = True, context_fn: Any = checkpoint.noop_context_fn, *args: Any, **kwargs: Any
+) -> Any:
+    if (mode := _current()) is None:
+        return _generator(function, preserve, context_fn, *args, **kwargs)
+
+    def contexts() -> tuple[Any, Any]:
+        forward, recompute = context_fn()
+        return forward, _under(mode, recompute)
+
+    return _generator(function, preserve, contexts, *args, **kwargs)
+
+
+@contextmanager
+def _under(mode: PythonFunctionMode, context: AbstractContextManager[Any]) -> Iterator[None]:
+    with context:
+        if _current() is not None:
+            yield
+            return
+        with mode:
+            yield

@@ -32,7 +32,7 @@ from lightning_topt.execution.tensor_rows import TensorRows
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.real import filled_copy, real_batch
 from lightning_topt.graph.sample_counts import fake_batch
-from lightning_topt.graph.silence import silence
+from lightning_topt.graph.silence import VALUE_NEEDED, silence
 from lightning_topt.graph.step_run import CPU, call_training_step, loss_of
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.plan.parallel_plan import ParallelPlan
@@ -60,7 +60,8 @@ class CannotRehearseError(RuntimeError):
 class ObservedRun:
     """Steps of `module`, which has a `training_step`, on `batch` with the optimizers that `optimizers_of` makes.
 
-    `mode` is on while it steps (fake tensors); `options` are those of the engine. The module says and logs nothing any more.
+    `mode` is on while it steps (fake tensors), `forward_context` makes a context around forward, such as autocast; `options`
+    are those of the engine. The module says and logs nothing any more.
     """
 
     plan: ParallelPlan
@@ -71,6 +72,7 @@ class ObservedRun:
     options: RunOptions = field(default_factory=RunOptions)
     calls: CalledCollectives = field(default_factory=CalledCollectives)
     mode: AbstractContextManager[Any] | None = None
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def observe(self) -> Observation:
         """Run steps as a rank of the plan, and return what the last one showed. A collective call.
@@ -112,7 +114,7 @@ class ObservedRun:
     def _run_forward_backward(self, engine: Engine) -> None:
         def loss(model: nn.Module, batch: Any) -> Tensor:
             self.calls.during = "forward"
-            with _forward_is_training_step(self.module):
+            with _forward_is_training_step(self.module), self.forward_context():
                 found = loss_of(model(batch))
             self.calls.during = "backward"
             return found
@@ -187,18 +189,21 @@ def rehearse_rank(
     optimizers_of: OptimizersOf,
     rank: int = 0,
     memory_limit: float = 4 << 30,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Observation:
     """Run steps of a copy of `module` as `rank` of a fake process group of the plan's size; nothing is sent.
 
     `module` may be on the meta device. Where DDP has a part in the plan, the copy has real memory: whole parameters, gradients
     and optimizer state. Raises CannotRehearseError where these may be more than `memory_limit` (bytes), where the plan's
-    gradient exchange reads what other ranks send, and within a process group; else what `ObservedRun.observe` raises.
+    gradient exchange reads what other ranks send, where the step depends on values of tensors, and within a process group; else
+    what `ObservedRun.observe` raises.
     """
     if dist.is_initialized():
         raise CannotRehearseError("this process is in a process group, and a fake one would take its place")
     if plan.gradient_exchange is not None:
         raise CannotRehearseError("its gradient exchange reads what other ranks send, and a fake group sends nothing")
     calls = CalledCollectives()
+    given: dict[str, Any] = {"optimizers_of": optimizers_of, "calls": calls, "forward_context": forward_context}
     if any(has_whole_gradients(block.config) for block in plan.blocks):
         needed = 4 * sum(parameter.nbytes for parameter in module.parameters())
         if needed > memory_limit:
@@ -207,17 +212,19 @@ def rehearse_rank(
                 f"optimizer state take about {needed / 2**30:.1f} GiB"
             )
         options = RunOptions(hook=_note_bucket, hook_state=calls)
-        run = ObservedRun(plan, filled_copy(module), real_batch(batch), optimizers_of, options=options, calls=calls)
+        run = ObservedRun(plan, filled_copy(module), real_batch(batch), options=options, **given)
     else:
         copied, mode = fake_copy(module)
         with mode:
             shapes = fake_batch(batch, samples=(1, 1), device=CPU)
-        run = ObservedRun(plan, copied, shapes, optimizers_of, calls=calls, mode=mode)
+        run = ObservedRun(plan, copied, shapes, mode=mode, **given)
     dist.init_process_group("fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")  # all of it comes again in the run itself
             return run.observe()
+    except VALUE_NEEDED as error:
+        raise CannotRehearseError("the step depends on values of tensors, and fake ones have none") from error
     finally:
         dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from lightning_topt.basics.units import format_bytes
-from lightning_topt.execution.collective_rows import differences_of_rows
+from lightning_topt.execution.collective_rows import CollectiveRow, differences_of_rows
 from lightning_topt.execution.held_bytes import KINDS
 from lightning_topt.execution.observed_step import Observation
 from lightning_topt.execution.verify_plan import Verification
@@ -17,9 +17,11 @@ _SHOWN = 3  # of each kind
 def with_observations(verification: Verification, seen: Iterable[Observation], *, where: str) -> Verification:
     """Return `verification` with what was `seen` of ranks `where` (words): differences are problems, or notes.
 
-    It is a problem that a rank holds more than was said, or calls other collectives; that it holds less is a note.
+    It is a problem that a rank holds more than was said, or calls other collectives; that it holds less is a note. Collectives
+    along tensor axes are added to what is said, where it has none.
     """
     seen = list(seen)
+    verification = _with_tensor_rows(verification, seen[0])
     more: list[str] = []
     less: list[str] = []
     calls: list[str] = []
@@ -42,6 +44,18 @@ def with_observations(verification: Verification, seen: Iterable[Observation], *
             f"{ranks} {where} took a step and did what is said here" if not notes else f"{ranks} {where} took a step"
         )
     return replace(verification, problems=(*verification.problems, *problems), notes=(*verification.notes, *notes))
+
+
+def _with_tensor_rows(verification: Verification, seen: Observation) -> Verification:
+    mesh = verification.plan.mesh
+    names = {mesh.names[axis] for axis in mesh.tensor_axes}
+
+    def along_tensor_axes(rows: Iterable[CollectiveRow]) -> list[CollectiveRow]:
+        return [row for row in rows if names & set(row.axis.split(" x "))]
+
+    if along_tensor_axes(verification.collectives):
+        return verification
+    return replace(verification, collectives=(*verification.collectives, *along_tensor_axes(seen.collectives)))
 
 
 def _differing(verification: Verification, seen: Observation) -> Iterator[tuple[str, str, int, int]]:

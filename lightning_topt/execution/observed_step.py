@@ -220,13 +220,28 @@ def rehearse_rank(
         run = ObservedRun(plan, copied, shapes, mode=mode, **given)
     dist.init_process_group("fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _own_objects():
             warnings.simplefilter("ignore")  # all of it comes again in the run itself
             return run.observe()
     except VALUE_NEEDED as error:
         raise CannotRehearseError("the step depends on values of tensors, and fake ones have none") from error
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _own_objects() -> Iterator[None]:
+    """Objects that ranks tell one another are their own: from a fake group comes nothing that could be unpickled."""
+
+    def gather(object_list: Any, obj: Any, group: Any = None) -> Any:
+        object_list[:] = [obj] * len(object_list)
+
+    before = dist.broadcast_object_list, dist.all_gather_object
+    dist.broadcast_object_list, dist.all_gather_object = lambda *_, **__: None, gather
+    try:
+        yield
+    finally:
+        dist.broadcast_object_list, dist.all_gather_object = before
 
 
 def _note_bucket(calls: CalledCollectives, bucket: GradBucket) -> torch.futures.Future[Tensor]:

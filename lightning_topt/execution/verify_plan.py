@@ -11,7 +11,8 @@ Nothing is started and nothing allocated: the model may be on the meta device, a
     verification.collectives                      # of one step
 
 The bytes follow from the placements (`held_bytes`), the collectives from what the techniques say that they cost
-(`planned_collectives`).
+(`planned_collectives`). What operators exchange along tensor axes depends on the code between them: it is learnt from the step
+of a rank (`compare_observed`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.techniques.block_parameters import parameters_by_block
 from lightning_topt.techniques.plan_costs import PlanCosts
-from lightning_topt.techniques.tensor_parallel.split_parameters import split_parameters
+from lightning_topt.techniques.tensor_parallel.layout import Layout
+from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 OptimizersOf = Callable[[Any], Sequence[Optimizer]]  # the optimizers of a module
@@ -58,7 +60,8 @@ class Verification:
 
     `problems` say, each in a sentence, why the plan would not run, and what to do; without any it would. `notes` say what is
     worth knowing. `held` are the bytes of each block on each rank (rank, kind), by `KINDS`, empty where the plan does not
-    belong to the model; without optimizers there is no state among them. `collectives` are those of one step, of each rank.
+    belong to the model; without optimizers there is no state among them. `collectives` are those of one step, of each rank;
+    along tensor axes once a rank was seen (`with_observations`).
     `peak_bytes` are those of a step's peak on the fullest rank, activations included; None where the step was not captured.
     """
 
@@ -157,6 +160,10 @@ def verify_plan(
         if local.profile is not None and not plan.mesh.tensor_axes and collectives is not None and not problems:
             peak = peak_bytes(plan, graph, local.profile, cluster=cluster)
     notes = list(find_notes(plan, local.blocks, cluster))
+    if graph is not None and plan.mesh.tensor_axes:
+        notes.append(
+            "the peak of a step is not predicted: the step was captured with whole operators, not with their pieces"
+        )
     verification = Verification(plan, tuple(problems), tuple(notes), held, collectives, peak)
     if cluster is None:
         return verification
@@ -190,9 +197,7 @@ class _LocalModule:
     @classmethod
     def of(cls, plan: ParallelPlan, module: nn.Module, optimizers_of: OptimizersOf | None) -> _LocalModule:
         local, mode = fake_copy(module)
-        if placements := split_placements(plan):
-            parameters = dict(local.named_parameters(remove_duplicate=False))
-            split_parameters(parameters, placements, TensorAxes.of_mesh(plan.mesh, rank=0))
+        cut_parameters(local, plan)
         blocks = parameters_by_block(local, configs_of(plan))
         if optimizers_of is None:
             return cls(local, blocks, (), None)
@@ -203,3 +208,17 @@ class _LocalModule:
         except OptimizerError as error:
             return cls(local, blocks, optimizers, None, (str(error),))
         return cls(local, blocks, optimizers, profile)
+
+
+def cut_parameters(module: nn.Module, plan: ParallelPlan) -> None:
+    """Put the slices of a rank in the place of the parameters that the plan splits, under all names of a tied one."""
+    parameters, axes = dict(module.named_parameters(remove_duplicate=False)), TensorAxes.of_mesh(plan.mesh, rank=0)
+    slices: dict[nn.Parameter, nn.Parameter] = {}
+    for name, placements in split_placements(plan).items():
+        whole = parameters[name]
+        if whole not in slices:
+            own = SplitTensor(Layout(tuple(whole.shape), placements), axes).own(whole.detach())
+            slices[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
+    for submodule in module.modules():
+        own_parameters = submodule._parameters
+        own_parameters.update({name: slices[p] for name, p in own_parameters.items() if p is not None and p in slices})

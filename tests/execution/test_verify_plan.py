@@ -16,16 +16,18 @@ from torch import nn
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.groups import Group
-from lightning_topt.execution.collective_rows import axis_name, differences_of_rows
-from lightning_topt.execution.held_bytes import KINDS
-from lightning_topt.execution.observed_step import CannotRehearseError, ObservedRun, rehearse_rank
-from lightning_topt.execution.verify_plan import Verification, verify_plan
+from lightning_topt.execution.collective_rows import CollectiveRow, axis_name, differences_of_rows
+from lightning_topt.execution.compare_observed import with_observations
+from lightning_topt.execution.held_bytes import KINDS, held_bytes
+from lightning_topt.execution.observed_step import CannotRehearseError, Observation, ObservedRun, rehearse_rank
+from lightning_topt.execution.verify_plan import Verification, cut_parameters, verify_plan
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard, Storage
 from lightning_topt.optim import LAMB
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, preset_plan, uniform_plan
 from lightning_topt.plan.presets import PRESETS
+from lightning_topt.techniques.block_parameters import parameters_by_block
 from tests.launch import run_ranks
 from tests.models import GPT, ConvNet, batch_for
 
@@ -397,3 +399,30 @@ def test_groups_have_the_names_of_axes():
         "data_replicate x tensor",
         "other",
     ]
+
+
+def test_slices_along_tensor_axes_are_what_a_rank_holds():
+    plan, module, whole = split("up.weight", Shard(0)), on_meta(), on_meta()
+    cut_parameters(module, plan)
+    assert module.blocks[0].up.weight.shape == (16, 16) and module.blocks[1].up.weight.shape == (64, 16)
+    configs = {block.block: block.config for block in plan.blocks}
+    held, before = (held_bytes(parameters_by_block(each, configs), configs, plan.mesh) for each in (module, whole))
+    less = (before["blocks.0"] - held["blocks.0"])[:, :2]
+    assert held["blocks.0"].shape == (8, len(KINDS)) and (less == 4 * 3 * 16 * 16).all()
+    assert (held[""] == before[""]).all()
+
+
+def test_what_is_exchanged_along_tensor_axes_is_learnt_from_a_rank():
+    plan = split("up.weight", Shard(0))
+    rows = (CollectiveRow("forward", "all_reduce", "tensor", 4, 2, 64),)
+    learnt = with_observations(Verification(plan, ()), [Observation(3, {}, rows)], where="here")
+    assert (
+        learnt.collectives == rows
+        and learnt.would_run
+        and learnt.notes == ("rank 3 here took a step and did what is said here",)
+    )
+    other = with_observations(learnt, [Observation(4, {}, (replace(rows[0], count=3),))], where="here")
+    (problem,) = other.problems
+    assert problem.startswith(
+        "rank 4 here calls other collectives: all_reduce over tensor (4 ranks) in forward: 2 of 64 bytes"
+    )

@@ -23,6 +23,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.optim import Optimizer
 
 from lightning_topt.basics.argument_checks import check_whole
@@ -94,8 +95,16 @@ def run(config: DictConfig) -> None:
     if verification.would_run and config.rehearse:
         verification = _rehearsed(verification, subject, rank=config.rank)
     if verification.would_run and config.devices is not None:
-        seen = _observe_here(plan, subject, config)
-        verification = with_observations(verification, seen, where="of this machine")
+        try:
+            seen = _observe_here(plan, subject, config)
+        except ProcessRaisedException as error:
+            sys.stderr.write(f"{error}\n")
+            problem = f"a step on {config.devices} ranks of this machine failed: {str(error).strip().splitlines()[-1]}"
+            verification = replace(verification, problems=(*verification.problems, problem))
+        else:
+            if seen is None:  # another rank of torchrun goes on
+                return
+            verification = with_observations(verification, seen, where="of this machine")
     print_verification(verification, console=Console())
     if config.json is not None:
         Path(config.json).write_text(json.dumps(verification.to_dict(), indent=1))
@@ -138,6 +147,8 @@ def _plain(value: Any) -> Any:
 def _ranks(config: DictConfig, cluster: Cluster | None) -> tuple[int, int]:
     """The numbers of ranks and nodes that a plan by name is for: as asked, else those started here, else all of the cluster."""
     ranks, nodes = config.ranks, config.nodes
+    if config.devices is not None:
+        check_whole(config.devices, name="devices")
     if ranks is None:
         ranks = config.devices or (cluster.num_devices if cluster is not None else None)
     if ranks is None:
@@ -181,10 +192,8 @@ def _rehearsed(verification: Verification, subject: Subject, *, rank: int) -> Ve
     return with_observations(verification, [seen], where=where)
 
 
-def _observe_here(plan: ParallelPlan, subject: Subject, config: DictConfig) -> list[Observation]:
-    check_whole(config.devices, name="devices")
-    seen = run_on_ranks(_observe_rank, plan, subject, config.seed, accelerator="cpu", devices=config.devices)
-    return seen or []
+def _observe_here(plan: ParallelPlan, subject: Subject, config: DictConfig) -> list[Observation] | None:
+    return run_on_ranks(_observe_rank, plan, subject, config.seed, accelerator="cpu", devices=config.devices)
 
 
 def _observe_rank(

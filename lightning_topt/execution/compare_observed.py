@@ -10,6 +10,7 @@ from lightning_topt.execution.collective_rows import CollectiveRow, differences_
 from lightning_topt.execution.held_bytes import KINDS
 from lightning_topt.execution.observed_step import Observation
 from lightning_topt.execution.verify_plan import Verification
+from lightning_topt.techniques.technique import has_whole_gradients
 
 _SHOWN = 3  # of each kind
 
@@ -17,7 +18,8 @@ _SHOWN = 3  # of each kind
 def with_observations(verification: Verification, seen: Iterable[Observation], *, where: str) -> Verification:
     """Return `verification` with what was `seen` of ranks `where` (words): differences are problems, or notes.
 
-    It is a problem that a rank holds more than was said, or calls other collectives; that it holds less is a note. Collectives
+    It is a problem that a rank holds more than was said, or calls other collectives; that it holds less is a note, and that DDP
+    packs the same gradients into another number of buckets: that depends on the order in which they become ready. Collectives
     along tensor axes are added to what is said, where it has none.
     """
     seen = list(seen)
@@ -25,6 +27,7 @@ def with_observations(verification: Verification, seen: Iterable[Observation], *
     more: list[str] = []
     less: list[str] = []
     calls: list[str] = []
+    buckets: list[str] = []
     for each in seen:
         for block, kind, said, found in _differing(verification, each):
             text = f"{kind.replace('_', ' ')} of block {block!r}, {format_bytes(said)} expected"
@@ -33,9 +36,10 @@ def with_observations(verification: Verification, seen: Iterable[Observation], *
             else:
                 less.append(f"rank {each.rank} {where} holds {said - found:,} bytes less than said: {text}")
         if verification.plan.gradient_exchange is None:
-            different = differences_of_rows(verification.collectives, each.collectives)
+            different, repacked = _differences(verification, each)
             calls += [f"rank {each.rank} {where} calls other collectives: {text}" for text in different]
-    problems, notes = [*_shortened(more), *_shortened(calls)], [*_shortened(less)]
+            buckets += [f"rank {each.rank} {where} has other buckets: {text}" for text in repacked]
+    problems, notes = [*_shortened(more), *_shortened(calls)], [*_shortened(less), *_shortened(buckets)]
     if verification.plan.gradient_exchange is not None:
         notes.append(f"the gradient exchange works in a thread of its own, so what ranks {where} call was not compared")
     if not problems:
@@ -58,11 +62,27 @@ def _with_tensor_rows(verification: Verification, seen: Observation) -> Verifica
     return replace(verification, collectives=(*verification.collectives, *along_tensor_axes(seen.collectives)))
 
 
+def _differences(verification: Verification, seen: Observation) -> tuple[list[str], list[str]]:
+    """Sentences for collectives that differ, and for those that are only packed into other buckets."""
+    said = {row.key: row for row in verification.collectives}
+    packed = [
+        row
+        for row in seen.collectives
+        if (row.during, row.op) == ("backward", "all_reduce")
+        and row.key in said
+        and said[row.key].nbytes == row.nbytes
+        and any(has_whole_gradients(block.config) for block in verification.plan.blocks)
+    ]
+    repacked = differences_of_rows([said[row.key] for row in packed], packed)
+    rest = [said[row.key] if row in packed else row for row in seen.collectives]
+    return differences_of_rows(verification.collectives, rest), repacked
+
+
 def _differing(verification: Verification, seen: Observation) -> Iterator[tuple[str, str, int, int]]:
     """Block, kind, bytes said, bytes found."""
     for block, sizes in verification.held.items():
         for kind, said, found in zip(KINDS, sizes[seen.rank].tolist(), seen.held[block], strict=True):
-            if said != found:
+            if said != found and (verification.knows_state or kind != "optimizer_state"):
                 yield block, kind, said, found
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_topt.basics.units import format_bytes
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size
-from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.execution.held_bytes import Blocks, once, shares_updates
 from lightning_topt.execution.mesh import layout_difference
 from lightning_topt.graph.op_config import OpConfig, Placements
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
+from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, is_one_of
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.techniques.block_parameters import check_blocks, check_tied, parameters_by_block
 from lightning_topt.techniques.registry import check_runs
@@ -68,8 +69,8 @@ def split_placements(plan: ParallelPlan) -> dict[str, Placements]:
     }
 
 
-def shard_problems(plan: ParallelPlan, blocks: Blocks, profile: OptimizerProfile | None) -> Iterator[str]:
-    """Yield what torch's FSDP2, or the optimizers that `profile` is of, cannot do with the shards of a plan."""
+def shard_problems(plan: ParallelPlan, blocks: Blocks, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """Yield what torch's FSDP2, or one of `optimizers`, cannot do with the shards of a plan."""
     configs = configs_of(plan)
     sharded = [block for block, config in configs.items() if config.storage.sharded_axes("gradients")]
     for block in sharded:
@@ -85,17 +86,23 @@ def shard_problems(plan: ParallelPlan, blocks: Blocks, profile: OptimizerProfile
                 f"block {block!r} has parameters of {' and '.join(dtypes)}, and torch's FSDP2 shards one dtype together: name "
                 "the modules of each as blocks of their own, or keep their gradients whole (ZeRO level 0 or 1)"
             )
-    if profile is None or plan.mesh.data_parallel_size == 1:
+    shared = [block for block, config in configs.items() if shares_updates(config)]
+    if plan.mesh.data_parallel_size == 1:
         return
-    if sharded and not profile.elementwise:
+    for optimizer in optimizers:
+        yield from _optimizer_problems(optimizer, sharded=sharded, shared=shared)
+
+
+def _optimizer_problems(optimizer: Optimizer, *, sharded: Sequence[str], shared: Sequence[str]) -> Iterator[str]:
+    name = type(optimizer).__name__
+    if sharded and not is_one_of(optimizer, ELEMENTWISE):
         yield (
-            f"{profile.name} looks at whole parameters, so it cannot update shards: choose ZeRO level 0 or 1 for block "
+            f"{name} looks at whole parameters, so it cannot update shards: choose ZeRO level 0 or 1 for block "
             f"{sharded[0]!r}, or an optimizer that updates elements one by one, such as AdamW or SGD"
         )
-    shared = [block for block, config in configs.items() if shares_updates(config)]
-    if shared and not profile.by_parameter:
+    if shared and not is_one_of(optimizer, BY_PARAMETER):
         yield (
-            f"{profile.name} is not known to update each parameter by itself, so ranks cannot share its step: choose ZeRO "
+            f"{name} is not known to update each parameter by itself, so ranks cannot share its step: choose ZeRO "
             f"level 0 for block {shared[0]!r}"
         )
 
@@ -134,12 +141,10 @@ def graph_problems(plan: ParallelPlan, graph: OpGraph, blocks: Blocks) -> Iterat
     for block, parameters in blocks.items():
         without = [name for name, _ in once(parameters) if name in unused]
         if without and plan.mesh.data_parallel_size > 1:
-            way_out = (
-                "keep its gradients whole (ZeRO level 0 or 1) and use strategy=topt_find_unused_parameters_true"
-                if configs[block].storage.sharded_axes("gradients")
-                else "use strategy=topt_find_unused_parameters_true, or leave it out of the model"
-            )
-            yield f"the step gives {without[0]!r} no gradient, and the ranks would wait for it: {way_out}"
+            way_out = "use strategy=topt_find_unused_parameters_true, or leave it out of the model"
+            if configs[block].storage.sharded_axes("gradients"):
+                way_out = f"keep the gradients of block {block!r} whole (ZeRO level 0 or 1), and {way_out}"
+            yield f"the step gives {without[0]!r} no gradient, which only DistributedDataParallel sees, if asked: {way_out}"
 
 
 def find_notes(plan: ParallelPlan, blocks: Blocks, cluster: Cluster | None) -> Iterator[str]:

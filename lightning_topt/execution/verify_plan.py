@@ -18,7 +18,7 @@ of a rank (`compare_observed`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,7 @@ class Verification:
     belong to the model; without optimizers there is no state among them. `collectives` are those of one step, of each rank;
     along tensor axes once a rank was seen (`with_observations`).
     `peak_bytes` are those of a step's peak on the fullest rank, activations included; None where the step was not captured.
+    `knows_state` is false where optimizers do not tell what state they make: then none is among what is held.
     """
 
     plan: ParallelPlan
@@ -71,6 +72,7 @@ class Verification:
     held: Mapping[str, Integers] = field(default_factory=dict)
     collectives: tuple[CollectiveRow, ...] = ()
     peak_bytes: float | None = None
+    knows_state: bool = True
 
     @property
     def would_run(self) -> bool:
@@ -139,15 +141,13 @@ def verify_plan(
 
     Never raises for a plan that does not run: that is among `Verification.problems`.
     """
-    problems = list(model_problems(plan, module))
-    if problems:
-        problems += batch_problems(plan, global_batch_size=global_batch_size, batch_size=batch_size)
-        return Verification(plan, tuple(problems))
+    of_batch = list(batch_problems(plan, global_batch_size=global_batch_size, batch_size=batch_size))
+    if of_model := list(model_problems(plan, module)):
+        return Verification(plan, (*of_model, *of_batch))
     local = _LocalModule.of(plan, module, optimizers_of)
-    problems += [*local.problems, *shard_problems(plan, local.blocks, local.profile)]
-    problems += batch_problems(plan, global_batch_size=global_batch_size, batch_size=batch_size)
-    configs, given = configs_of(plan), {"optimizers": local.optimizers}
-    held = held_bytes(local.blocks, configs, plan.mesh, profile=local.profile, **given)
+    problems, notes = [*shard_problems(plan, local.blocks, local.optimizers), *of_batch], [*local.notes]
+    given: dict[str, Any] = {"optimizers": local.optimizers}
+    held = held_bytes(local.blocks, configs_of(plan), plan.mesh, profile=local.profile, **given)
     collectives: tuple[CollectiveRow, ...] = ()
     try:
         found = planned_collectives(plan, local.module, local.blocks, cluster=cluster, graph=graph, **given)
@@ -157,31 +157,50 @@ def verify_plan(
     peak = None
     if graph is not None:
         problems += graph_problems(plan, graph, local.blocks)
-        if local.profile is not None and not plan.mesh.tensor_axes and collectives is not None and not problems:
-            peak = peak_bytes(plan, graph, local.profile, cluster=cluster)
-    notes = list(find_notes(plan, local.blocks, cluster))
-    if graph is not None and plan.mesh.tensor_axes:
-        notes.append(
-            "the peak of a step is not predicted: the step was captured with whole operators, not with their pieces"
-        )
-    verification = Verification(plan, tuple(problems), tuple(notes), held, collectives, peak)
-    if cluster is None:
-        return verification
-    fullest = float(verification.held_by_rank.sum(axis=1).max())
-    needed, what = (fullest, "parameters, gradients and optimizer state") if peak is None else (peak, "a training step")
-    problems += cluster_problems(plan, cluster, needed=needed, what=what)
-    return Verification(plan, tuple(problems), tuple(notes), held, collectives, peak)
+        if not problems and local.profile is not None:
+            peak, why = _peak(plan, graph, local.profile, cluster=cluster)
+            notes += why
+    notes += find_notes(plan, local.blocks, cluster)
+    known = optimizers_of is None or local.profile is not None
+    verification = Verification(plan, tuple(problems), tuple(notes), held, collectives, peak, known)
+    return verification if cluster is None else _on_cluster(verification, cluster)
 
 
 def peak_bytes(plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, *, cluster: Cluster | None) -> float:
-    """Return the bytes of a captured step at its peak on the fullest rank, as the cost model has them."""
+    """Return the bytes of a captured step at its peak on the fullest rank, as the cost model has them.
+
+    Raises ValueError for a plan with blocks that are no modules of `graph`.
+    """
     blocks = tuple(Block(each.block, group=index, recomputable=False) for index, each in enumerate(plan.blocks))
-    fits = cluster is not None and plan.mesh.size <= cluster.num_devices
-    machines = cluster if fits and cluster is not None else cluster_for(plan.mesh)
+    machines = cluster_for(plan.mesh) if cluster is None or plan.mesh.size > cluster.num_devices else cluster
     step = TrainingStep(
         graph.with_blocks(blocks), machines, profile, plan.mesh, graph.batch_size, exchange=plan.gradient_exchange
     )
     return float(PlanCosts(step).memory(configs_of(plan)).max())
+
+
+def _peak(
+    plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, *, cluster: Cluster | None
+) -> tuple[float | None, list[str]]:
+    """The peak, or why it is not known."""
+    unknown = "the peak of a step is not predicted: "
+    if plan.mesh.tensor_axes:
+        return None, [f"{unknown}the step was captured with whole operators, not with their pieces"]
+    if graph.unused:
+        return None, [f"{unknown}the step gives {graph.unused[0]!r} no gradient"]
+    try:
+        return peak_bytes(plan, graph, profile, cluster=cluster), []
+    except ValueError as error:
+        return None, [f"{unknown}{error}"]
+
+
+def _on_cluster(verification: Verification, cluster: Cluster) -> Verification:
+    """With the problems that its machines have."""
+    needed, what = float(verification.held_by_rank.sum(axis=1).max()), "parameters, gradients and optimizer state"
+    if verification.peak_bytes is not None:
+        needed, what = verification.peak_bytes, "a training step"
+    problems = cluster_problems(verification.plan, cluster, needed=needed, what=what)
+    return replace(verification, problems=(*verification.problems, *problems))
 
 
 @dataclass(frozen=True)
@@ -192,7 +211,7 @@ class _LocalModule:
     blocks: Blocks
     optimizers: Sequence[Optimizer]
     profile: OptimizerProfile | None
-    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, plan: ParallelPlan, module: nn.Module, optimizers_of: OptimizersOf | None) -> _LocalModule:
@@ -206,7 +225,7 @@ class _LocalModule:
         try:
             profile = read_optimizer(optimizers, named_parameters=local.named_parameters())
         except OptimizerError as error:
-            return cls(local, blocks, optimizers, None, (str(error),))
+            return cls(local, blocks, optimizers, None, (f"the optimizer state is not known: {error}",))
         return cls(local, blocks, optimizers, profile)
 
 

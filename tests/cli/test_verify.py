@@ -112,3 +112,19 @@ def test_a_plan_file_of_another_model(topt_verify, tmp_path):
 def test_ranges_of_ranks():
     assert ranges([0, 1, 2, 5]) == "0-2, 5" and ranges([7]) == "7"
     assert ranges([0, 2, 4, 6, 8]) == "0, 2, 4, ... (5 ranks)"
+
+
+def test_a_rank_of_this_machine_that_fails_is_a_problem(topt_verify, monkeypatch):
+    def fails(self):
+        raise RuntimeError("no room on this rank")
+
+    monkeypatch.setattr(observed_step.ObservedRun, "observe", fails)
+    code, output, record = topt_verify("plan=ddp", "devices=2", "rehearse=false")
+    assert code == 1 and record["problems"] == [
+        "a step on 2 ranks of this machine failed: RuntimeError: no room on this rank"
+    ]
+    code, _, record = topt_verify("plan=ddp", "ranks=2")
+    assert (
+        code == 1
+        and "rank 0 of a fake group of 2 ranks failed: RuntimeError: no room on this rank" in record["problems"][0]
+    )

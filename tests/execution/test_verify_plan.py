@@ -426,3 +426,42 @@ def test_what_is_exchanged_along_tensor_axes_is_learnt_from_a_rank():
     assert problem.startswith(
         "rank 4 here calls other collectives: all_reduce over tensor (4 ranks) in forward: 2 of 64 bytes"
     )
+
+
+def test_the_same_gradients_in_other_buckets_are_a_note():
+    plan = plan_of("ddp", 4)
+    row = CollectiveRow("backward", "all_reduce", "data", 4, 2, 64)
+    said = Verification(plan, (), collectives=(row,))
+    found = with_observations(said, [Observation(0, {}, (replace(row, count=3),))], where="here")
+    assert found.would_run and "rank 0 here has other buckets: all_reduce over data (4 ranks)" in found.notes[0]
+    found = with_observations(said, [Observation(0, {}, (replace(row, nbytes=65),))], where="here")
+    assert not found.would_run and "2 of 64 bytes in all expected, 2 of 65 called" in found.problems[0]
+    copies = CollectiveRow("backward", "all_reduce", "data_replicate", 2, 2, 64)  # of shards, which are not packed
+    said = Verification(plan_of("hybrid", 4), (), collectives=(copies,))
+    assert not with_observations(said, [Observation(0, {}, (replace(copies, count=3),))], where="here").would_run
+
+
+def test_an_optimizer_that_cannot_be_tried_is_no_problem_of_a_plan_that_leaves_it_whole():
+    class NeedsClosure(torch.optim.SGD):
+        def step(self, closure):
+            raise RuntimeError("never called here")
+
+    given = {"optimizers_of": lambda module: [NeedsClosure(module.parameters(), lr=0.1)]}
+    found = verify_plan(plan_of("ddp", 4), on_meta(), **given)
+    assert found.would_run and not found.knows_state and "the step of NeedsClosure needs a closure" in found.notes[0]
+    sizes = {block: tuple(held[0].tolist()) for block, held in found.held.items()}
+    more = {block: (*each[:2], 8, each[3]) for block, each in sizes.items()}
+    assert with_observations(found, [Observation(0, more, found.collectives)], where="here").would_run
+    assert not verify_plan(plan_of("zero3", 4), on_meta(), **given).would_run
+
+
+def test_a_step_that_needs_values_is_not_rehearsed():
+    class Reads(GPT):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss if loss.item() > -1 else loss * 2
+
+    plan, batch = plan_of("zero3", 4, blocks=["blocks.0"]), batch_for(gpt())
+    with pytest.raises(CannotRehearseError, match="depends on values of tensors"):
+        rehearse_rank(plan, on_meta(Reads), batch, optimizers_of=optimizers_of)
+    assert not dist.is_initialized()

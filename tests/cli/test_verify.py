@@ -119,7 +119,7 @@ def test_a_rank_of_this_machine_that_fails_is_a_problem(topt_verify, monkeypatch
         raise RuntimeError("no room on this rank")
 
     monkeypatch.setattr(observed_step.ObservedRun, "observe", fails)
-    code, output, record = topt_verify("plan=ddp", "devices=2", "rehearse=false")
+    code, _, record = topt_verify("plan=ddp", "devices=2", "rehearse=false")
     assert code == 1 and record["problems"] == [
         "a step on 2 ranks of this machine failed: RuntimeError: no room on this rank"
     ]

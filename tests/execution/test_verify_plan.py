@@ -120,8 +120,8 @@ def assert_equal(found: Verification, seen):
     [
         (plan_of("ddp", 512), 511),
         (plan_of("zero1", 64), 7),
-        (plan_of("zero3", 512, recompute=BLOCKS[:1]), 5),
-        (plan_of("hybrid", 64), 63),
+        (plan_of("zero3", 64, recompute=BLOCKS[:1]), 5),
+        (plan_of("hybrid", 512), 511),
         (mixed_plan(64), 2),
     ],
     ids=lambda value: value.summary() if isinstance(value, ParallelPlan) else "",

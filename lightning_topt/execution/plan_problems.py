@@ -156,7 +156,7 @@ def find_notes(plan: ParallelPlan, blocks: Blocks, cluster: Cluster | None) -> I
         few += [(name, p.shape[0], count) for name, p in once(parameters) if p.dim() and p.shape[0] < count]
     if few:
         name, rows, count = few[0]
-        others = f", and so with {len(few) - 1} more" if len(few) > 1 else ""
+        others = f" ({len(few) - 1} more parameters likewise)" if len(few) > 1 else ""
         yield (
             f"{name!r} has {rows} rows for {count} ranks: {count - rows} of them hold none of it, and all of them "
             f"allocate a row{others}"

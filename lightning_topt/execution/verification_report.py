@@ -62,9 +62,9 @@ def _blocks(verification: Verification) -> Table:
         alike.setdefault(tuple(held.max(axis=0).tolist()), []).append(block)
     order = sorted(alike, key=lambda sizes: -sum(sizes))
     hidden = len(order) - _ROWS
-    caption = f"{hidden} more kinds of blocks, which are smaller" if hidden > 0 else ""
+    caption = "on the fullest rank of each" + (f"; {hidden} more kinds of blocks are smaller" if hidden > 0 else "")
     columns = (kind.replace("_", " ") for kind in KINDS)
-    table = _table("blocks, each on its fullest rank", *columns, left=1, caption=caption)
+    table = _table("blocks", *columns, left=1, caption=caption)
     for sizes in order[:_ROWS]:
         names = [name or '""' for name in alike[sizes]]
         text = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
@@ -73,7 +73,7 @@ def _blocks(verification: Verification) -> Table:
 
 
 def _collectives(verification: Verification) -> Table:
-    table = _table("pass", "collective", "along", "ranks", "calls", "bytes of whole tensors", left=3)
+    table = _table("pass", "collective", "along", "ranks", "calls", "bytes", left=3)
     for row in verification.collectives:
         table.add_row(row.during, row.op, row.axis, str(row.ranks), str(row.count), format_bytes(row.nbytes))
     return table

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from lightning_topt.basics.units import format_bytes
-from lightning_topt.execution.collective_rows import CollectiveRow, differences_of_rows
+from lightning_topt.execution.collective_rows import PASSES, CollectiveRow, differences_of_rows
 from lightning_topt.execution.held_bytes import KINDS
 from lightning_topt.execution.observed_step import Observation
 from lightning_topt.execution.verify_plan import Verification
@@ -59,7 +59,8 @@ def _with_tensor_rows(verification: Verification, seen: Observation) -> Verifica
 
     if along_tensor_axes(verification.collectives):
         return verification
-    return replace(verification, collectives=(*verification.collectives, *along_tensor_axes(seen.collectives)))
+    rows = [*verification.collectives, *along_tensor_axes(seen.collectives)]
+    return replace(verification, collectives=tuple(sorted(rows, key=lambda row: PASSES.index(row.during))))
 
 
 def _differences(verification: Verification, seen: Observation) -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ from lightning_topt.basics.units import format_bytes
 from lightning_topt.execution.held_bytes import KINDS
 from lightning_topt.execution.verify_plan import Verification
 
-_ROWS = 8
+_ROWS, _PROBLEMS = 8, 8
 
 
 def print_verification(verification: Verification, *, console: Console) -> None:
@@ -31,8 +31,10 @@ def print_verification(verification: Verification, *, console: Console) -> None:
         )
     for note in verification.notes:
         console.print(f"note: {escape(note)}", highlight=False)
-    for problem in verification.problems:
+    for problem in verification.problems[:_PROBLEMS]:
         console.print(f"[bold red]problem[/]: {escape(problem)}", highlight=False)
+    if (hidden := len(verification.problems) - _PROBLEMS) > 0:
+        console.print(f"and {hidden} more problems", highlight=False)
     console.print("[bold green]would run[/]" if verification.would_run else "[bold red]would not run[/]")
 
 

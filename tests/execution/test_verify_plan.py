@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import _configure_optimizers
+from rich.console import Console
 from torch import nn
 
 from lightning_topt.communication.options import ExchangeOptions
@@ -20,6 +21,7 @@ from lightning_topt.execution.collective_rows import CollectiveRow, axis_name, d
 from lightning_topt.execution.compare_observed import with_observations
 from lightning_topt.execution.held_bytes import KINDS, held_bytes
 from lightning_topt.execution.observed_step import CannotRehearseError, Observation, ObservedRun, rehearse_rank
+from lightning_topt.execution.verification_report import print_verification
 from lightning_topt.execution.verify_plan import Verification, cut_parameters, verify_plan
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
@@ -465,3 +467,12 @@ def test_a_step_that_needs_values_is_not_rehearsed():
     with pytest.raises(CannotRehearseError, match="depends on values of tensors"):
         rehearse_rank(plan, on_meta(Reads), batch, optimizers_of=optimizers_of)
     assert not dist.is_initialized()
+
+
+def test_many_problems_are_printed_in_part(capsys):
+    found = verify_plan(split("up.weight", Shard(0), ranks=5), on_meta())
+    many = replace(found, problems=found.problems * 6)
+    print_verification(many, console=Console(width=200))
+    output = capsys.readouterr().out
+    assert output.count("problem:") == 8 and f"and {len(many.problems) - 8} more problems" in output
+    assert output.strip().endswith("would not run")

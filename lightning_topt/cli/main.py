@@ -21,9 +21,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 import topt_console
 from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt.cli import calibrate_command, plan, stalls, train
+from lightning_topt.cli import calibrate_command, plan, stalls, train, verify
 
-MODULES: dict[str, ModuleType] = {"plan": plan, "train": train, "calibrate": calibrate_command, "stalls": stalls}
+MODULES: dict[str, ModuleType] = {
+    "plan": plan,
+    "train": train,
+    "calibrate": calibrate_command,
+    "verify": verify,
+    "stalls": stalls,
+}
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
 

@@ -8,30 +8,26 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from omegaconf import DictConfig
 from rich.console import Console
 
+from lightning_topt.cli.example_step import NeedsValues, capture_example
 from lightning_topt.cli.local_ranks import run_on_ranks
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
-from lightning_topt.graph.capture import CaptureError, capture, may_need_values
-from lightning_topt.graph.meta_build import build_on_meta, is_on_meta
+from lightning_topt.graph.meta_build import build_on_meta
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.graph.sample_counts import batch_sizes
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.report import print_table, save_html, save_png
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
-from lightning_topt.plugins.example_batch import batches_of
 from lightning_topt.plugins.planning import Planning, make_fake_optimizers
 from lightning_topt.plugins.read_options import read_device_counts
 from lightning_topt.plugins.run_plan import choose_for
@@ -64,11 +60,11 @@ def run(config: DictConfig) -> None:
     check_objective(objective)
     start = time.perf_counter()
     try:
-        graph, samples = _capture(model, datamodule, trainer)
+        example = capture_example(model, datamodule, trainer)
     except NeedsValues:
         model = make_model()
-        graph, samples = _capture(model, datamodule, trainer)
-    capture_seconds = time.perf_counter() - start
+        example = capture_example(model, datamodule, trainer)
+    graph, capture_seconds = example.graph, time.perf_counter() - start
     costs = _costs(strategy, trainer, model, graph)
     if costs is None:  # another rank of torchrun goes on
         return
@@ -78,7 +74,7 @@ def run(config: DictConfig) -> None:
             costs.cluster,
             costs.optimizer,
             device_counts,
-            global_batch_size=samples * trainer.world_size,
+            global_batch_size=example.samples * trainer.world_size,
             exchanges=strategy.request.allowed.candidates,
             kernel_seconds=costs.kernel_seconds or {},
             returns_memory=strategy.request.saves_memory,
@@ -89,36 +85,6 @@ def run(config: DictConfig) -> None:
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
     request = dataclasses.replace(strategy.request, objective=objective)
     _report(Planning(frontier, choose_for(request, frontier, costs.cluster), graph), request.memory_limit, folder)
-
-
-class NeedsValues(Exception):
-    """The step depends on values of tensors, and the model has none."""
-
-
-def _capture(model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer) -> tuple[OpGraph, int]:
-    """The graph of a rank's step, and the samples of its batch. Raises NeedsValues for a model on the meta device."""
-    trainer._data_connector.attach_data(model, datamodule=datamodule)  # the hooks of a batch's transfer ask for it
-    trainer.strategy.connect(model)
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    batch, second_batch = batches_of(CombinedLoader(datamodule.train_dataloader()), trainer)
-    trainer.precision_plugin.convert_module(model)
-    given: dict[str, Any] = {
-        "forward_context": trainer.precision_plugin.forward_context,
-        "device": trainer.strategy.root_device.type,
-    }
-    try:
-        graph = capture(model, batch, second_batch=second_batch, **given)
-        return graph, batch_sizes(batch, second_batch)[0]
-    except Exception as error:
-        # As it is, for the trainer's own number of ranks: how the step grows with the batch stays unknown.
-        real = may_need_values(error)
-        if not real and not isinstance(error, CaptureError):
-            raise
-        if real and is_on_meta(model):
-            raise NeedsValues from error
-        graph = capture(model, batch, batch_scaling=False, real=real, **given)
-    return graph, graph.batch_size
 
 
 def _costs(

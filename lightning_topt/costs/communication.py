@@ -24,10 +24,27 @@ torch's gloo does not follow them (its reduce_scatter moves as many bytes as an 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.costs.collective_curves import COLLECTIVES
 from lightning_topt.costs.groups import Group
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a training step, of every group like `group` at the same time.
+
+    `during` is the pass in which it starts: ``"forward"``, ``"backward"`` or ``"update"`` (the optimizer's step). `size` are
+    the bytes of the whole tensor, as in `estimate_collective_seconds`. `packed`: it travels together with others of its kind,
+    in as few messages as the code that sends them makes.
+    """
+
+    during: str
+    op: str
+    size: float
+    group: Group
+    packed: bool = False
 
 
 def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, group: Group) -> float:

@@ -13,7 +13,7 @@ share `overlap` runs beside it. The first steps, which are dense, are not predic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -21,7 +21,7 @@ from functools import cached_property
 from lightning_topt.communication.options import READ_BY, ExchangeOptions
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.communication import estimate_collective_seconds
+from lightning_topt.costs.communication import Collective, estimate_collective_seconds
 from lightning_topt.costs.exchange_work import BlockGradients, Work, exchange_work
 from lightning_topt.costs.groups import Group
 from lightning_topt.graph.op_graph import OpGraph, Parameter
@@ -69,6 +69,14 @@ class ExchangeModel:
         """Return the seconds of starting kernels and on the network."""
         return self.work[block].calls * self.cluster.device.op_overhead_seconds + self._network_seconds(block)
 
+    def collectives(self, block: str) -> Iterator[Collective]:
+        """Yield what ranks exchange for the gradients of `block`."""
+        work = self.work[block]
+        if work.exempt_bytes:
+            yield Collective("backward", "all_reduce", work.exempt_bytes, self._group("world"))
+        for where, op, size in work.collectives:
+            yield Collective("backward", op, size, self._group(where))
+
     def _network_seconds(self, block: str) -> float:
         work = self.work[block]
         seconds = sum(self._seconds(*collective) for collective in work.collectives)
@@ -85,13 +93,16 @@ class ExchangeModel:
         return seconds + exempt - min(self._seconds(where, op, 1), self._seconds("world", "all_reduce", 1))
 
     def _seconds(self, where: str, op: str, size: float) -> float:
+        return estimate_collective_seconds(self.cluster, op=op, size=size, group=self._group(where))
+
+    def _group(self, where: str) -> Group:
         topology = self.topology
         groups = {
             "world": Group(topology.world_size),
             "node": Group(topology.ranks_per_node),
             "across": Group(topology.num_nodes, topology.ranks_per_node),
         }
-        return estimate_collective_seconds(self.cluster, op=op, size=size, group=groups[where])
+        return groups[where]
 
 
 def make_exchange_model(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class OptimizerProfile:
 
     `elementwise`: slices of parameters may be updated by different ranks (ZeRO 2 and 3 are exact). `by_parameter`:
     whole parameters may (ZeRO 1). `seconds_per_element` holds measurements by parameter name, if there are any
-    (`measure_update_seconds`).
+    (`measure_update_seconds`). `probes` are what trial steps have shown, by the name of each trained parameter.
     """
 
     name: str
@@ -44,6 +44,13 @@ class OptimizerProfile:
     by_parameter: bool
     updates: Mapping[str, ParameterUpdate]
     seconds_per_element: Mapping[str, float] = field(default_factory=dict)
+    probes: Mapping[str, Probe] = field(default_factory=dict, compare=False)
+
+    def state_bytes_of(self, name: str, shape: Sequence[int]) -> int:
+        """Return the bytes of the state of a part of parameter `name`, of `shape`, with as many dims; 0 without updates."""
+        if name not in self.probes:
+            return self.state_bytes(name)  # of a frozen parameter, as it is
+        return self.probes[name].state_bytes(shape)
 
     def state_bytes(self, name: str) -> int:
         """Return the bytes of the state of parameter `name`; 0 for one that no optimizer updates."""
@@ -80,6 +87,7 @@ def read_optimizer(
     optimizers = list(optimizers)
     updates: dict[str, ParameterUpdate] = {}
     probes: dict[Any, Probe] = {}
+    by_name: dict[str, Probe] = {}
     for optimizer, group, parameter, name in _updated(optimizers, named_parameters):
         if not parameter.requires_grad:
             # Never stepped, but some optimizers (Adagrad) make the state when they are built.
@@ -93,11 +101,13 @@ def read_optimizer(
             with kept_objects(optimizer, type(optimizer)):
                 probes[key] = probe_group(optimizer, group, ndim=ndim, dtype=dtype, device_type=device_type)
         updates[name] = probes[key].update(parameter)
+        by_name[name] = probes[key]
     return OptimizerProfile(
         name=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
         elementwise=all(is_one_of(optimizer, ELEMENTWISE) for optimizer in optimizers),
         by_parameter=all(is_one_of(optimizer, BY_PARAMETER) for optimizer in optimizers),
         updates=updates,
+        probes=by_name,
     )
 
 

@@ -49,10 +49,14 @@ class Probe:
     temporaries: float  # in bytes per element
     temporaries_add: bool
 
+    def state_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of the state of a parameter of `shape`, which has the probe's number of dims."""
+        real = dict(zip(self.dims, shape, strict=True))
+        return sum(math.prod(real.get(dim, dim) for dim in dims) * itemsize for dims, itemsize in self.states)
+
     def update(self, parameter: Tensor) -> ParameterUpdate:
         """Return what the step does to `parameter`, which has the probe's number of dims and dtype."""
-        real = dict(zip(self.dims, parameter.shape, strict=True))
-        state = sum(math.prod(real.get(dim, dim) for dim in dims) * itemsize for dims, itemsize in self.states)
+        state = self.state_bytes(parameter.shape)
         numel = parameter.numel()
         moved, temporaries = self.moved_bytes * numel, self.temporaries * numel
         return ParameterUpdate(state, moved, self.calls, temporaries, self.temporaries_add)

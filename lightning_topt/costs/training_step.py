@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.communication import check_world_size, estimate_collective_seconds
+from lightning_topt.costs.communication import Collective, check_world_size, estimate_collective_seconds
 from lightning_topt.costs.compute import KernelKey, estimate_pass_seconds
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
@@ -169,6 +169,19 @@ class TrainingStep:
             return 0.0
         group = Group(self.mesh.ranks_along(axes), self.mesh.stride(axes))
         return estimate_collective_seconds(self.cluster, op=op, size=size, group=group)
+
+    def collective(self, during: str, op: str, size: float, *, axes: Iterable[int], packed: bool = False) -> Collective:
+        """Return `op` on a tensor of `size` bytes by the groups along `axes` (indices) of the mesh; see `Collective`."""
+        axes = tuple(axes)
+        group = Group(self.mesh.ranks_along(axes), self.mesh.stride(axes)) if axes else Group(1)
+        return Collective(during, op, size, group, packed)
+
+    def seconds_of(self, collectives: Iterable[Collective]) -> float:
+        """Return the seconds of `collectives` one after another."""
+        given = ((each.op, each.size, each.group) for each in collectives)
+        return sum(
+            estimate_collective_seconds(self.cluster, op=op, size=size, group=group) for op, size, group in given
+        )
 
     def update_seconds(self, parameter: Parameter, *, share: float = 1.0) -> float:
         """Return the seconds of the optimizer on a share of one parameter."""

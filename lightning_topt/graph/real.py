@@ -23,6 +23,11 @@ def real_copy(module: T) -> T:
     return copy_module(module, _Aliases(module), fake=False)
 
 
+def filled_copy(module: T) -> T:
+    """Return a deep copy with memory of its own on the CPU: the values of `module`, zeros where it is on the meta device."""
+    return copy_module(module, _Filled(torch.device("cpu")), fake=False)
+
+
 def real_batch(batch: Any) -> Any:
     """Return `batch` with copies of its tensors."""
     return map_tensors(batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
@@ -51,6 +56,18 @@ class Backups:
                 storage.resize_(copied.nbytes()) if storage.nbytes() != copied.nbytes() else None
                 storage.copy_(copied)
             self._saved.clear()
+
+
+class _Filled(TensorCopies):
+    """Tensors with memory of their own."""
+
+    def convert(self, tensor: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            new = torch.empty_like(tensor, device=self.device)
+            new = new.zero_() if tensor.is_meta else new.copy_(tensor)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(new, requires_grad=tensor.requires_grad)
+            return new.requires_grad_(tensor.requires_grad)
 
 
 class _Aliases(TensorCopies):

@@ -30,6 +30,28 @@ def sent_dtype(parameter: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if narrower and dtype is not None else parameter.dtype
 
 
+def packed(
+    pieces: Sequence[Piece], parameters: Sequence[Tensor], *, dtype: torch.dtype | None = None
+) -> Iterator[list[Piece]]:
+    """Yield the pieces of each message: large ones alone, small ones of one owner and kind together."""
+    packs: dict[tuple[Any, ...], list[list[Piece]]] = {}
+    filled: dict[tuple[Any, ...], int] = {}
+    for piece in pieces:
+        rows = rows_of(parameters[piece.index], piece)
+        sent = sent_dtype(rows, dtype)
+        size, kind = rows.numel() * sent.itemsize, (piece.owner, sent, rows.dtype, rows.device)
+        if size >= SMALL_BYTES:
+            yield [piece]
+        elif size:
+            if filled.get(kind, PACK_BYTES) + size > PACK_BYTES:
+                packs.setdefault(kind, []).append([])
+                filled[kind] = 0
+            packs[kind][-1].append(piece)
+            filled[kind] += size
+    for of_kind in packs.values():
+        yield from of_kind
+
+
 @dataclass
 class _Message:
     """One broadcast: `buffer` is the memory of its only piece, or `parts` are the views (of each piece) into it."""
@@ -142,24 +164,11 @@ class PieceGather:
 
     def _planned(self, pieces: Sequence[Piece]) -> Iterator[_Message]:
         """Owners take turns, so that links carry both directions at once."""
-        large: dict[int, list[_Message]] = {}
-        packs: dict[tuple[Any, ...], list[list[Piece]]] = {}
-        filled: dict[tuple[Any, ...], int] = {}
-        for piece in pieces:
-            rows = rows_of(self.parameters[piece.index], piece)
-            dtype = sent_dtype(rows, self.dtype)
-            size, kind = rows.numel() * dtype.itemsize, (piece.owner, dtype, rows.dtype, rows.device)
-            if size >= SMALL_BYTES:
-                large.setdefault(piece.owner, []).append(self._message([piece], dtype))
-            elif size:
-                if filled.get(kind, PACK_BYTES) + size > PACK_BYTES:
-                    packs.setdefault(kind, []).append([])
-                    filled[kind] = 0
-                packs[kind][-1].append(piece)
-                filled[kind] += size
-        for kind, of_kind in packs.items():
-            large.setdefault(kind[0], []).extend(self._message(pack, kind[1]) for pack in of_kind)
-        in_turns = chain.from_iterable(zip_longest(*(large[owner] for owner in sorted(large))))
+        by_owner: dict[int, list[_Message]] = {}
+        for together in packed(pieces, self.parameters, dtype=self.dtype):
+            dtype = sent_dtype(self.parameters[together[0].index], self.dtype)
+            by_owner.setdefault(together[0].owner, []).append(self._message(together, dtype))
+        in_turns = chain.from_iterable(zip_longest(*(by_owner[owner] for owner in sorted(by_owner))))
         return (message for message in in_turns if message is not None)
 
     def _message(self, pieces: list[Piece], dtype: torch.dtype) -> _Message:

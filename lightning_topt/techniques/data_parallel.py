@@ -17,10 +17,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import REBUILD, Lifetime
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
@@ -64,6 +66,10 @@ class DataParallel(Technique):
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
         return bool(self.claims(config, step.mesh))
+
+    @override
+    def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
+        return whole_gradient_collectives(step, block)
 
     @override
     def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
@@ -129,10 +135,27 @@ def _loose_gradient_lifetimes(step: TrainingStep, parameters: Sequence[Parameter
 
 def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None:
     """Add the copy of whole gradients into DDP's bucket, and their all-reduce where nothing else exchanges them."""
-    size = sum(map(gradient_bytes, step.parameters(block)))
-    seconds.reduce_foreground += step.copy_seconds(size)
+    seconds.reduce_foreground += step.copy_seconds(sum(map(gradient_bytes, step.parameters(block))))
+    add_exchange(seconds, step, step.seconds_of(whole_gradient_collectives(step, block)))
+
+
+def whole_gradient_collectives(step: TrainingStep, block: str) -> Iterator[Collective]:
+    """Yield the all-reduce of whole gradients, which DDP packs into buckets; none where something else exchanges them."""
     if step.exchange is None:
-        add_exchange(seconds, step, step.collective_seconds("all_reduce", size, axes=step.mesh.data_axes))
+        size = sum(map(gradient_bytes, step.parameters(block)))
+        yield step.collective("backward", "all_reduce", size, axes=step.mesh.data_axes, packed=True)
+
+
+def bucket_bytes(gradients: Sequence[torch.Tensor]) -> list[int]:
+    """Return the bytes of the buckets that DDP packs `gradients` into, which are in the order in which they become ready.
+
+    Those of all steps but the first, which has one bucket for each dtype.
+    """
+    if not gradients:
+        return []
+    limits = [1 << 20, 25 << 20]  # torch 2.13 `distributed.py`, `_ddp_init_helper`
+    buckets, _ = dist._compute_bucket_assignment_by_size([*gradients], limits)  # type: ignore[attr-defined]
+    return [sum(gradients[index].nbytes for index in bucket) for bucket in buckets]
 
 
 def add_exchange(seconds: BlockSeconds, step: TrainingStep, exchange: float) -> None:

@@ -4,7 +4,7 @@
     shards of P, G and S                    shard_lifetimes         Rajbhandari et al., arXiv 1910.02054, section 5
     whole gradients before reduce_scatter   gradient_lifetimes      torch 2.13 `_fsdp_param_group.py`, `post_backward`
     gathered parameters and flat buffers    gathered_lifetimes      same file, `wait_for_unshard`, `_backward_prefetch`
-    exchanges                               add_fsdp_seconds        `_fsdp_collectives.py`
+    exchanges                               fsdp_collectives        `_fsdp_collectives.py`
 
 Symbols: k segment of the forward pass, N ranks that share one tensor, P parameter bytes, G gradient bytes, S optimizer state.
 Under gloo its exchanges block: nothing of them runs beside computation.
@@ -12,10 +12,11 @@ Under gloo its exchanges block: nothing of them runs beside computation.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import FORWARD_OVER, REBUILD, REDUCE_LAST, UPDATE, Lifetime, Phase
 from lightning_topt.costs.page_faults import gathered_bytes, reduced_bytes
 from lightning_topt.costs.sizes import (
@@ -200,21 +201,34 @@ def _last_workspace(block: ShardedBlock) -> float:
 # ---- seconds -----------------------------------------------------------------------------------------------------------
 
 
-def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock, *, replicated: Sequence[int] = ()) -> None:
-    """Add gathers, the reduction and the update of a block; shards are also summed along the axes `replicated`."""
+def fsdp_collectives(block: ShardedBlock) -> Iterator[Collective]:
+    """Yield gathers and the reduction of a block; its shards of gradients are also summed along the other data axes."""
+    step = block.step
+    if not block.parameters:
+        return
+    for during in ("forward", "backward") if block.level == 3 else ("forward",):
+        yield step.collective(during, "all_gather", block.flat, axes=block.axes)
+    if block.trainable:
+        yield step.collective("backward", "reduce_scatter", block.flat_gradients, axes=block.axes)
+        if replicated := [axis for axis in step.mesh.data_axes if axis not in block.axes]:
+            yield step.collective("backward", "all_reduce", block.gradient_shards, axes=replicated)
+
+
+def add_fsdp_seconds(seconds: BlockSeconds, block: ShardedBlock) -> None:
+    """Add gathers, the reduction and the update of a block."""
     step = block.step
     beside = 0.0 if step.on_gloo or step.mesh.size == 1 else step.cluster.overlap
-    gather = step.collective_seconds("all_gather", block.flat, axes=block.axes)
+    collectives = [*fsdp_collectives(block)]
     out = step.copy_seconds(block.flat) + step.taken_seconds(gathered_bytes(flat=block.flat, whole=block.whole))
     hooks = HOOK_SECONDS + HOOK_PARAMETER_SECONDS * len(block.parameters) if step.on_gloo else 0.0
     out += hooks
-    for when in (0, 1) if block.level == 3 and block.name != ROOT else (0,):
+    gathers = [each for each in collectives if each.op == "all_gather"]
+    for when, each in enumerate(gathers):
+        gather = step.seconds_of([each])
         hidden = beside if block.name != ROOT or when else 0.0  # nothing runs beside the root's, which comes first
         seconds.gather_foreground[when] += (1 - hidden) * gather + (out if gather else 0.0)
         seconds.gather_background[when] += hidden * gather
-    reduce = step.collective_seconds("reduce_scatter", block.flat_gradients, axes=block.axes)
-    if replicated:
-        reduce += step.collective_seconds("all_reduce", block.gradient_shards, axes=replicated)
+    reduce = step.seconds_of(each for each in collectives if each.op != "all_gather")
     taken = reduced_bytes(flat=block.flat_gradients, shards=block.gradient_shards, workspace=block.workspace)
     reduce += step.taken_seconds(taken)
     copied = step.copy_seconds(sum(map(gradient_bytes, block.parameters)))  # into the flat buffer

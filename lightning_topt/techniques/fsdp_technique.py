@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from typing_extensions import override
 
+from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import ROOT, shard_share
 from lightning_topt.costs.training_step import TrainingStep
@@ -17,6 +18,7 @@ from lightning_topt.techniques.fsdp_costs import (
     ShardedBlock,
     add_fsdp_seconds,
     can_be_sharded,
+    fsdp_collectives,
     gathered_lifetimes,
     gradient_lifetimes,
     plan_lifetimes,
@@ -56,6 +58,10 @@ class FsdpTechnique(Technique):
         return bool(self.claims(config, step.mesh))
 
     @override
+    def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
+        return fsdp_collectives(self._sharded(step, block, config, ALONE))
+
+    @override
     def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
         sharded = self._sharded(step, block, config, beside)
         yield from shard_lifetimes(sharded)
@@ -68,9 +74,7 @@ class FsdpTechnique(Technique):
 
     @override
     def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
-        axes = self.axes(step.mesh)
-        copies = tuple(axis for axis in step.mesh.data_axes if axis not in axes)
-        add_fsdp_seconds(seconds, self._sharded(step, block, config, ALONE), replicated=copies)
+        add_fsdp_seconds(seconds, self._sharded(step, block, config, ALONE))
 
     @override
     def update_share(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import REBUILD, REDUCE_LAST, UPDATE, Lifetime
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
@@ -60,6 +61,11 @@ class GradientCompression(Technique):
     @override
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
         return step.exchange is not None and has_whole_gradients(config)
+
+    @override
+    def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
+        assert step.exchange_model is not None
+        return step.exchange_model.collectives(block)
 
     @override
     def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
@@ -24,9 +25,13 @@ from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.assignment import Share, assign_pieces
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
-from lightning_topt.optim.pieces import num_rows
+from lightning_topt.optim.pieces import Piece, num_rows
 from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of
-from lightning_topt.techniques.data_parallel import add_reduction, whole_gradient_lifetimes
+from lightning_topt.techniques.data_parallel import (
+    add_reduction,
+    whole_gradient_collectives,
+    whole_gradient_lifetimes,
+)
 from lightning_topt.techniques.technique import (
     Applied,
     BlockSeconds,
@@ -68,6 +73,11 @@ class OptimizerSharding(Technique):
         return bool(self.claims(config, step.mesh))
 
     @override
+    def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
+        yield from whole_gradient_collectives(step, block)
+        yield from _broadcasts(step, block)
+
+    @override
     def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
         yield from whole_gradient_lifetimes(step, block)
         state = sum(step.optimizer.state_bytes(p.name) for p in step.parameters(block))
@@ -84,9 +94,7 @@ class OptimizerSharding(Technique):
         ranks, parameters = step.mesh.data_parallel_size, step.parameters(block)
         seconds.update += sum(step.update_seconds(p) for p in parameters) / ranks
         seconds.update += temporaries_seconds(step, {p: 1 / ranks for p in parameters})
-        sizes = [parameter_bytes(p) for p in parameters if p.trainable]
-        parts = [size for size in sizes if size >= _SMALL_BYTES] + [sum(size for size in sizes if size < _SMALL_BYTES)]
-        seconds.broadcast += sum(step.collective_seconds("broadcast", size, axes=step.mesh.data_axes) for size in parts)
+        seconds.broadcast += step.seconds_of(_broadcasts(step, block))
 
     @override
     def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
@@ -97,7 +105,7 @@ class OptimizerSharding(Technique):
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
         names = [parameter for block in model.blocks_of(self) for parameter in model.parameters[block].values()]
-        shared = {parameter for parameter in names if parameter.requires_grad and parameter.numel()}
+        shared = {parameter for parameter in names if is_shared(parameter)}
         if not shared:
             return None
         ranks, group = model.mesh.data_parallel_size, model.data_group
@@ -106,14 +114,32 @@ class OptimizerSharding(Technique):
         )
 
 
+def _broadcasts(step: TrainingStep, block: str) -> Iterator[Collective]:
+    """Updated parameters from their owners to all ranks: large ones alone, small ones together."""
+    sizes = [parameter_bytes(p) for p in step.parameters(block) if p.trainable]
+    parts = [size for size in sizes if size >= _SMALL_BYTES] + [sum(size for size in sizes if size < _SMALL_BYTES)]
+    for size in parts:
+        yield step.collective("update", "broadcast", size, axes=step.mesh.data_axes, packed=True)
+
+
 def _share_step(
     optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int, group: dist.ProcessGroup | None
 ) -> ParallelStep | None:
+    pieces = pieces_of(optimizer, shared, ranks=ranks)
+    return install_parallel_step(optimizer, pieces=pieces, group=group) if pieces else None
+
+
+def is_shared(parameter: Tensor) -> bool:
+    """Return whether a parameter has an update to share."""
+    return parameter.requires_grad and parameter.numel() > 0
+
+
+def pieces_of(optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int) -> list[Piece]:
+    """Return the rows of the optimizer's parameters, as far as these are `shared`, that each of `ranks` ranks updates."""
     cut = is_one_of(optimizer, ELEMENTWISE)
     own = [(index, p) for index, p in enumerate(parameters_of(optimizer)) if p in shared]
     shares = [Share(index, num_rows(p), p.numel(), float(p.numel()), splittable=cut) for index, p in own]
-    pieces = assign_pieces(shares, world_size=ranks)
-    return install_parallel_step(optimizer, pieces=pieces, group=group) if shares else None
+    return assign_pieces(shares, world_size=ranks)
 
 
 def _excess(step: TrainingStep, blocks: Collection[str], load: Callable[[Parameter], float]) -> float:

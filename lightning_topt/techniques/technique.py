@@ -3,7 +3,7 @@
 A technique takes care of some entries of an `OpConfig` (its storage, its recomputation, ...), in one file with three faces:
 
     what is legal            claims, check, configs
-    what it costs            takes_part, lifetimes, plan_lifetimes, add_seconds, plan_seconds, update_share
+    what it costs            takes_part, collectives, lifetimes, plan_lifetimes, add_seconds, plan_seconds, update_share
     how it is applied        apply, which returns how to undo it
 
 Adding one takes its own file and one line of the registry.
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology, own_group
+from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
@@ -203,6 +204,13 @@ class Technique(ABC):
     @abstractmethod
     def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
         """Return whether it adds to the costs of blocks under `config`."""
+
+    def collectives(self, step: TrainingStep, block: str, config: OpConfig) -> Iterator[Collective]:
+        """Yield what ranks exchange in a step for a block under `config`; nothing by default.
+
+        The seconds of exchanges in `add_seconds` are those of these collectives.
+        """
+        return iter(())
 
     @abstractmethod
     def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:

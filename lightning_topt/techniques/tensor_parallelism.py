@@ -79,8 +79,12 @@ class TensorParallelism(Technique):
             return None
         axes = TensorAxes.with_groups(model.mesh)
         parameters = dict(model.module.named_parameters(remove_duplicate=False))
-        placements = placements_of(model, parameters)
+        placements = split_placements(model.configs, model.mesh)
         for name, along in placements.items():
+            if name not in parameters:
+                raise ValueError(
+                    f"the plan places a parameter {name!r}, and {type(model.module).__name__} has none of that name"
+                )
             check_split(name, tuple(parameters[name].shape), along, axes)
         _take_over(model.module, model.device)
         _draw_alike(own_group(model.mesh.groups_along(model.mesh.tensor_axes)))
@@ -107,21 +111,14 @@ class TensorParallelism(Technique):
         )
 
 
-def placements_of(model: ParallelModel, parameters: Mapping[str, nn.Parameter]) -> dict[str, Placements]:
-    """Return where parameters are along the tensor axes, by the full names of those that a plan places.
-
-    Raises ValueError for a name that its block does not have.
-    """
-    found: dict[str, Placements] = {}
-    for block, config in model.configs.items():
-        for name, placements in config.parameters:
-            full = f"{block}.{name}" if block else name
-            if full not in parameters:
-                raise ValueError(
-                    f"the plan places a parameter {name!r} of block {block!r}, which has none of that name"
-                )
-            found[full] = tuple(placements[axis] for axis in model.mesh.tensor_axes)
-    return found
+def split_placements(configs: Mapping[str, OpConfig], mesh: Mesh) -> dict[str, Placements]:
+    """Return where a plan has parameters along the tensor axes of `mesh`, by their full names."""
+    return {
+        f"{block}.{name}" if block else name: tuple(placements[axis] for axis in mesh.tensor_axes)
+        for block, config in configs.items()
+        for name, placements in config.parameters
+        if mesh.tensor_axes
+    }
 
 
 class _SplitForward:

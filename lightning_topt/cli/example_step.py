@@ -1,0 +1,65 @@
+"""The step that commands look at without training: a batch of the user's data, and the graph of what the model does with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from lightning_topt.graph.capture import CaptureError, capture, may_need_values
+from lightning_topt.graph.meta_build import is_on_meta
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.sample_counts import batch_sizes
+from lightning_topt.plugins.example_batch import batches_of
+
+
+class NeedsValues(Exception):
+    """The step depends on values of tensors, and the model has none."""
+
+
+@dataclass(frozen=True)
+class ExampleStep:
+    """The graph of a rank's step, and the samples of its batch."""
+
+    graph: OpGraph
+    samples: int
+
+
+def example_batches(
+    model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer
+) -> tuple[Any, Any | None]:
+    """Return a training batch and one of twice as many samples (None: there is none); `trainer` is the model's from then on."""
+    trainer._data_connector.attach_data(model, datamodule=datamodule)  # the hooks of a batch's transfer ask for it
+    trainer.strategy.connect(model)
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    return batches_of(CombinedLoader(datamodule.train_dataloader()), trainer)
+
+
+def capture_example(model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer) -> ExampleStep:
+    """Return the step of `model` on a batch of its data. Raises NeedsValues for a model on the meta device."""
+    return capture_batches(model, example_batches(model, datamodule, trainer), trainer)
+
+
+def capture_batches(model: pl.LightningModule, batches: tuple[Any, Any | None], trainer: pl.Trainer) -> ExampleStep:
+    """Return the step of `model` on what `example_batches` returned. Raises NeedsValues for a model on the meta device."""
+    batch, second_batch = batches
+    trainer.precision_plugin.convert_module(model)
+    given: dict[str, Any] = {
+        "forward_context": trainer.precision_plugin.forward_context,
+        "device": trainer.strategy.root_device.type,
+    }
+    try:
+        graph = capture(model, batch, second_batch=second_batch, **given)
+        return ExampleStep(graph, batch_sizes(batch, second_batch)[0])
+    except Exception as error:
+        # As it is, for the trainer's own number of ranks: how the step grows with the batch stays unknown.
+        real = may_need_values(error)
+        if not real and not isinstance(error, CaptureError):
+            raise
+        if real and is_on_meta(model):
+            raise NeedsValues from error
+        graph = capture(model, batch, batch_scaling=False, real=real, **given)
+    return ExampleStep(graph, graph.batch_size)

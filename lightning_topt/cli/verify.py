@@ -1,0 +1,208 @@
+"""`topt verify` says whether a plan would run, what each rank would hold and exchange; before there are any ranks. No training.
+
+Three looks, each closer than the one before:
+
+    the plan            any number of ranks, nothing is started      verify_plan
+    a fake group        the code of one rank, nothing is sent        rehearse_rank (rehearse=true)
+    ranks here          steps on `devices` ranks of this machine     ObservedRun (devices=N)
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.optim import Optimizer
+
+from lightning_topt.basics.argument_checks import check_whole
+from lightning_topt.cli.example_step import ExampleStep, NeedsValues, capture_batches, example_batches
+from lightning_topt.cli.local_ranks import run_on_ranks
+from lightning_topt.costs.calibrate import device_memory_bytes
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.ranks import gather
+from lightning_topt.execution.compare_observed import with_observations
+from lightning_topt.execution.observed_step import CannotRehearseError, Observation, ObservedRun, rehearse_rank
+from lightning_topt.execution.verification_report import print_verification
+from lightning_topt.execution.verify_plan import Verification, verify_plan
+from lightning_topt.graph.meta_build import build_on_meta
+from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
+from lightning_topt.plugins.read_options import UniformPlan, read_cluster, read_plan_option
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is verified (on the meta device where it can be), a batch, and the captured step where that was asked."""
+
+    make_model: Callable[[], pl.LightningModule]
+    model: pl.LightningModule
+    datamodule: pl.LightningDataModule
+    trainer: pl.Trainer
+    batch: Any
+    example: ExampleStep | None
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Subject:
+        """Read it from a configuration."""
+        make_model = functools.partial(instantiate, config.model)
+        datamodule: pl.LightningDataModule = instantiate(config.data)
+        model: pl.LightningModule = build_on_meta(make_model)
+        given = {"strategy": "auto", "devices": 1, "num_nodes": 1, "logger": False, "enable_checkpointing": False}
+        trainer: pl.Trainer = instantiate(config.trainer, **given, _convert_="all")
+        batches = example_batches(model, datamodule, trainer)
+        example = None
+        if config.capture:
+            try:
+                example = capture_batches(model, batches, trainer)
+            except NeedsValues:
+                model = make_model()
+                trainer._data_connector.attach_data(model, datamodule=datamodule)
+                example = capture_batches(model, batches, trainer)
+        else:
+            trainer.precision_plugin.convert_module(model)
+        return cls(make_model, model, datamodule, trainer, batches[0], example)
+
+
+def run(config: DictConfig) -> None:
+    """Verify what `config` describes, print it, and end with exit code 1 unless it would run.
+
+    Raises ValueError for options that contradict one another, PlanError for a plan that cannot be read.
+    """
+    pl.seed_everything(config.seed, workers=True)
+    cluster = read_cluster(_plain(config.cluster))
+    subject = Subject.of(config)
+    plan = _plan(config, subject, cluster)
+    verification = verify_plan(
+        plan,
+        subject.model,
+        optimizers_of=_optimizers_of,
+        graph=None if subject.example is None else subject.example.graph,
+        cluster=cluster,
+        global_batch_size=config.global_batch_size,
+        batch_size=None if subject.example is None else subject.example.samples,
+    )
+    if verification.would_run and config.rehearse:
+        verification = _rehearsed(verification, subject, rank=config.rank)
+    if verification.would_run and config.devices is not None:
+        try:
+            seen = _observe_here(plan, subject, config)
+        except ProcessRaisedException as error:
+            sys.stderr.write(f"{error}\n")
+            problem = f"a step on {config.devices} ranks of this machine failed: {str(error).strip().splitlines()[-1]}"
+            verification = replace(verification, problems=(*verification.problems, problem))
+        else:
+            if seen is None:  # another rank of torchrun goes on
+                return
+            verification = with_observations(verification, seen, where="of this machine")
+    print_verification(verification, console=Console())
+    if config.json is not None:
+        Path(config.json).write_text(json.dumps(verification.to_dict(), indent=1))
+    if not verification.would_run:
+        sys.exit(1)
+
+
+def _plan(config: DictConfig, subject: Subject, cluster: Cluster | None) -> ParallelPlan:
+    plan = read_plan_option(_plain(config.plan))
+    if plan is None:
+        raise ValueError(
+            "say which plan is to be verified: plan=<file>, or a name such as plan=zero3 with ranks=<number>"
+        )
+    if isinstance(plan, UniformPlan):
+        ranks, nodes = _ranks(config, cluster)
+        mesh = plan.mesh(ranks, num_nodes=nodes)
+        if subject.example is not None:
+            plan = plan.of(subject.example.graph, mesh)
+        elif plan.recompute:
+            raise ValueError("which blocks can be recomputed is known from the captured step: leave out capture=false")
+        else:
+            plan = preset_plan(plan.preset, mesh=mesh)
+    elif config.ranks is not None and config.ranks != plan.mesh.size:
+        raise ValueError(f"ranks={config.ranks}, but the plan is for {plan.mesh.size}; leave out ranks")
+    if config.devices is not None and config.devices != plan.mesh.size:
+        raise ValueError(
+            f"devices={config.devices}, but the plan is for {plan.mesh.size} ranks: start {plan.mesh.size}, or verify a plan "
+            f"by its name (plan=zero3 devices={config.devices})"
+        )
+    check_whole(config.rank, name="rank", least=0)
+    if config.rank >= plan.mesh.size:
+        raise ValueError(f"rank={config.rank}, but the plan has the ranks 0 to {plan.mesh.size - 1}")
+    return plan
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _ranks(config: DictConfig, cluster: Cluster | None) -> tuple[int, int]:
+    """The numbers of ranks and nodes that a plan by name is for: as asked, else those started here, else all of the cluster."""
+    ranks, nodes = config.ranks, config.nodes
+    if config.devices is not None:
+        check_whole(config.devices, name="devices")
+    if ranks is None:
+        ranks = config.devices or (cluster.num_devices if cluster is not None else None)
+    if ranks is None:
+        raise ValueError(
+            "a plan by name is for any number of ranks: say ranks=<number>, or cluster=<name> for all its devices"
+        )
+    if nodes is None:
+        nodes = 1 if cluster is None else max(ranks // cluster.devices_per_node, 1)
+    check_whole(ranks, name="ranks")
+    check_whole(nodes, name="nodes")
+    if ranks % nodes:
+        raise ValueError(f"{ranks} ranks cannot be divided over {nodes} nodes: choose numbers that divide")
+    return ranks, nodes
+
+
+def _optimizers_of(module: pl.LightningModule) -> Sequence[Optimizer]:
+    optimizers, _, _ = _configure_optimizers(module.configure_optimizers())  # type: ignore[arg-type]
+    return optimizers
+
+
+# ---- closer looks ------------------------------------------------------------------------------------------------------
+
+
+def _rehearsed(verification: Verification, subject: Subject, *, rank: int) -> Verification:
+    plan, where = verification.plan, f"of a fake group of {verification.plan.mesh.size} ranks"
+    try:
+        seen = rehearse_rank(
+            plan,
+            subject.model,
+            subject.batch,
+            optimizers_of=_optimizers_of,
+            rank=rank,
+            memory_limit=device_memory_bytes(torch.device("cpu")) / 4,
+            forward_context=subject.trainer.precision_plugin.forward_context,
+        )
+    except CannotRehearseError as error:
+        return replace(verification, notes=(*verification.notes, f"not tried on a fake group: {error}"))
+    except Exception as error:
+        problem = f"the step of rank {rank} {where} failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        return replace(verification, problems=(*verification.problems, problem))
+    return with_observations(verification, [seen], where=where)
+
+
+def _observe_here(plan: ParallelPlan, subject: Subject, config: DictConfig) -> list[Observation] | None:
+    return run_on_ranks(_observe_rank, plan, subject, config.seed, accelerator="cpu", devices=config.devices)
+
+
+def _observe_rank(
+    device: torch.device, num_nodes: int, plan: ParallelPlan, subject: Subject, seed: int
+) -> list[Observation]:
+    pl.seed_everything(seed, workers=True, verbose=False)
+    model, trainer = subject.make_model(), subject.trainer
+    trainer._data_connector.attach_data(model, datamodule=subject.datamodule)
+    trainer.precision_plugin.convert_module(model)
+    context = trainer.precision_plugin.forward_context
+    run = ObservedRun(plan, model, subject.batch, _optimizers_of, device=device, forward_context=context)
+    return gather(run.observe())

@@ -1,0 +1,127 @@
+"""Bytes of parameters, gradients and optimizer state that every rank of a plan holds between steps, block by block.
+
+They follow from the placements of the plan alone, for any number of ranks:
+
+    a tensor of R rows sharded over N ranks     rank i has rows [i c, min((i + 1) c, R)), c = ceil(R / N): torch.chunk
+    optimizer state at ZeRO level 1             rows of the pieces that the rank updates (`optim.assignment`)
+
+Shards are numbered along their axes, the last axis fastest. FSDP2 allocates c rows on every rank: those of them that are no
+rows of the tensor are `padding`. Parameters that are split along tensor axes are given as the slices that one rank has; all
+slices are of equal size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_topt.costs.optimizer import OptimizerProfile
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.optim.full_state import parameters_of
+from lightning_topt.optim.pieces import Piece
+from lightning_topt.techniques.optimizer_sharding import is_shared, pieces_of
+
+KINDS = ("parameters", "gradients", "optimizer_state", "padding")
+_PARAMETERS, _GRADIENTS, _STATE, _PADDING = range(len(KINDS))
+Integers = NDArray[np.int64]
+Blocks = Mapping[str, Mapping[str, nn.Parameter]]  # parameters by block and name, under all names of a tied one
+
+
+def held_bytes(
+    blocks: Blocks,
+    configs: Mapping[str, OpConfig],
+    mesh: Mesh,
+    *,
+    optimizers: Sequence[Optimizer] = (),
+    profile: OptimizerProfile | None = None,
+) -> dict[str, Integers]:
+    """Return the bytes that each rank of `mesh` holds of each block (rank, kind); the kinds are those of `KINDS`.
+
+    `optimizers` are built over the parameters of `blocks`, and `profile` says what they keep; without them there is no state.
+    """
+    held = {block: np.zeros((mesh.size, len(KINDS)), np.int64) for block in blocks}
+    for block, parameters in blocks.items():
+        shared = shares_updates(configs[block])
+        for name, parameter in once(parameters):
+            _add_tensors(held[block], parameter, configs[block], mesh)
+            if profile is not None and not (shared and is_shared(parameter)):
+                held[block][:, _STATE] += _state(profile, name, parameter, configs[block], mesh)
+    if profile is not None:
+        home = {parameter: (block, name) for block in blocks for name, parameter in once(blocks[block])}
+        number, count = numbers_along(mesh, mesh.data_axes)
+        for optimizer in optimizers:
+            parameters_in_order = parameters_of(optimizer)
+            for piece in shared_pieces(optimizer, blocks, configs, ranks=count):
+                block, name = home[parameters_in_order[piece.index]]  # type: ignore[index]
+                shape = _with_rows(parameters_in_order[piece.index], piece.stop - piece.start)
+                held[block][number == piece.owner, _STATE] += profile.state_bytes_of(name, shape)
+    return held
+
+
+def once(parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter with the first of its names."""
+    seen: set[nn.Parameter] = set()
+    for name, parameter in parameters.items():
+        if parameter not in seen:
+            seen.add(parameter)
+            yield name, parameter
+
+
+def shares_updates(config: OpConfig) -> bool:
+    """Return whether ranks share the update of parameters whose gradients all of them hold (ZeRO level 1)."""
+    return bool(config.storage.sharded_axes("optimizer_state")) and not config.storage.sharded_axes("gradients")
+
+
+def shared_pieces(optimizer: Optimizer, blocks: Blocks, configs: Mapping[str, OpConfig], *, ranks: int) -> list[Piece]:
+    """Return the pieces that ranks share the update of one optimizer in; none where every rank updates all that it holds."""
+    shared: Collection[Tensor] = {
+        parameter
+        for block, parameters in blocks.items()
+        if shares_updates(configs[block])
+        for parameter in parameters.values()
+        if is_shared(parameter)
+    }
+    return pieces_of(optimizer, shared, ranks=ranks)
+
+
+def numbers_along(mesh: Mesh, axes: Sequence[int]) -> tuple[Integers, int]:
+    """Return the position of each rank along `axes` (indices) together (rank,), and the number of positions."""
+    ranks, number, count = np.arange(mesh.size), np.zeros(mesh.size, np.int64), 1
+    for axis in axes:
+        size = mesh.shape[axis]
+        number, count = number * size + ranks // mesh.stride([axis]) % size, count * size
+    return number, count
+
+
+def chunk_rows(parameter: Tensor, index: Integers, *, count: int) -> Integers:
+    """Return the rows of each of the shards `index` of a parameter that is cut into `count`; a scalar has one row."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    chunk = -(-rows // count)
+    return np.clip(rows - index * chunk, 0, chunk)
+
+
+def _add_tensors(held: Integers, parameter: nn.Parameter, config: OpConfig, mesh: Mesh) -> None:
+    row_bytes = parameter.nbytes // max(parameter.shape[0], 1) if parameter.dim() else parameter.nbytes
+    # FSDP2 keeps parameters in shards between steps also at level 2, where it gathers them once for both passes.
+    axes = config.storage.sharded_axes("gradients")
+    index, count = numbers_along(mesh, axes)
+    rows = chunk_rows(parameter, index, count=count)
+    for kind in (_PARAMETERS, _GRADIENTS) if parameter.requires_grad else (_PARAMETERS,):
+        held[:, kind] += rows * row_bytes
+        held[:, _PADDING] += (rows.max() - rows) * row_bytes
+
+
+def _state(profile: OptimizerProfile, name: str, parameter: nn.Parameter, config: OpConfig, mesh: Mesh) -> Integers:
+    index, count = numbers_along(mesh, config.storage.sharded_axes("gradients"))
+    rows, which = np.unique(chunk_rows(parameter, index, count=count), return_inverse=True)
+    sizes = [profile.state_bytes_of(name, _with_rows(parameter, int(each))) for each in rows]
+    return np.array(sizes, np.int64)[which]
+
+
+def _with_rows(parameter: Tensor, rows: int) -> tuple[int, ...]:
+    return (rows, *parameter.shape[1:]) if parameter.dim() else ()

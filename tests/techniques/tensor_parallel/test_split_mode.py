@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -321,3 +322,16 @@ def test_torch_is_as_it_was_after_the_mode() -> None:
     with mode:
         assert torch.autograd.Function.__dict__["apply"] is not before
     assert torch.autograd.Function.__dict__["apply"] is before
+
+
+def test_nothing_is_held_after_a_step() -> None:
+    """What is remembered on a tensor for other calls held it, step by step."""
+    mode, weight = alone(Shard(0))
+    weight.requires_grad_()
+    counts = []
+    for _ in range(3):
+        with mode:
+            loss = F.linear(F.layer_norm(torch.rand(3, 8, requires_grad=True), (8,)), weight).sum()
+        loss.backward()
+        counts.append(sum(type(each) is Tensor for each in gc.get_objects()))
+    assert counts[1] == counts[2]

@@ -75,7 +75,7 @@ class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
         ctx.place = axes, axis
-        return tensor.data  # no view: that would hold `tensor`, which remembers the result
+        return tensor.detach()  # no view: what is remembered on a tensor must not hold it
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

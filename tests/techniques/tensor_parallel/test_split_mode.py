@@ -321,3 +321,10 @@ def test_torch_is_as_it_was_after_the_mode() -> None:
     with mode:
         assert torch.autograd.Function.__dict__["apply"] is not before
     assert torch.autograd.Function.__dict__["apply"] is before
+
+
+def test_what_is_remembered_on_a_tensor_does_not_hold_it() -> None:
+    """A view would, and every step left its activations behind."""
+    mode, _ = alone(Shard(0))
+    x = torch.rand(3, 8, requires_grad=True) * 1
+    assert moves.enter(x, mode.axes, 0)._base is None

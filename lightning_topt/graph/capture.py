@@ -19,7 +19,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recording import Recording
 from lightning_topt.graph.sample_counts import batch_sizes, common_size
 from lightning_topt.graph.second_calls import find_repeatable
-from lightning_topt.graph.step_run import StepRun
+from lightning_topt.graph.step_run import Adapt, StepRun
 
 __all__ = ["CaptureError", "capture", "may_need_values"]
 
@@ -33,6 +33,7 @@ def capture(
     device: torch.device | str = "cpu",
     batch_scaling: bool = True,
     real: bool = False,
+    adapt: Adapt | None = None,
 ) -> OpGraph:
     """Return the operator graph of one training step of `module`, a LightningModule with automatic optimization.
 
@@ -53,6 +54,8 @@ def capture(
             gradients and optimizer state); parameters and buffers keep their values. Collectives of the step are real, so
             every rank has to capture at the same time. `device` is then the one on which `module` and `batch` are, and
             amounts scale only with a `second_batch`.
+        adapt: is called with every copy of `module` that runs, on fake tensors, may change it, and returns a context around its
+            forward, inside of `forward_context`.
 
     Raises:
         CaptureError: the step depends on values of tensors or uses an operator without a shape-only implementation
@@ -65,7 +68,7 @@ def capture(
     _check(module)
     _check_device(torch.device(device))
     _check_options(module, second_batch, batch_scaling=batch_scaling, real=real, device=torch.device(device))
-    step = StepRun(module, forward_context, torch.device(device), real)
+    step = StepRun(module, forward_context, torch.device(device), real, adapt)
     collection = nullcontext() if real else no_collection()
     with no_trace(module), torch.compiler.set_stance("force_eager"), collection:
         if not batch_scaling:

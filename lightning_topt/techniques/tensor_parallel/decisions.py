@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Row
+from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Operand, Row, replaced
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, numel
 
 _STAYS = 1000.0  # a parameter that moves travels in every step
@@ -55,6 +55,37 @@ def decide(kind: Kind | None, call: Call, known: Sequence[Known], sizes: Sequenc
         for placements in inputs
     )
     return Decision(inputs, enters, outputs, added[0] if added else None)
+
+
+def call_on(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[Known], *, of: type
+) -> Call:
+    """Return the call with an operand for each of its tensors, which are instances of `of` and of which `known` tells."""
+    operands = tuple(Operand(index, each.layout.shape) for index, each in enumerate(known))
+    new_args, new_kwargs = replaced((args, tuple(kwargs.values())), operands, of=of)
+    placements = (placement for each in known for placement in each.layout.placements)
+    parts = {1, *(placement.parts for placement in placements if isinstance(placement, Shard))}
+    return Call(func, new_args, dict(zip(kwargs, new_kwargs, strict=True)), operands, tuple(sorted(parts)))
+
+
+def is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether the call changes its first argument."""
+    name = getattr(func, "__name__", "")
+    changes = (name.endswith("_") and not name.startswith("__")) or name in _CHANGES
+    return changes or "out" in kwargs or kwargs.get("inplace") is True
+
+
+_CHANGES = {
+    "__setitem__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__idiv__",
+    "__itruediv__",
+    "__ipow__",
+    "__iand__",
+    "__ior__",
+}
 
 
 def _row(

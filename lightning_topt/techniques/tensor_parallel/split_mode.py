@@ -17,9 +17,9 @@ from typing_extensions import override
 from lightning_topt.graph.op_config import Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.attributes import ATTRIBUTES, LOCAL
-from lightning_topt.techniques.tensor_parallel.decisions import Decision, Known, decide
+from lightning_topt.techniques.tensor_parallel.decisions import Decision, Known, call_on, decide, is_in_place
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Operand, Placed, replaced, tensors_in
+from lightning_topt.techniques.tensor_parallel.kinds import Placed, replaced, tensors_in
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, layout_of, with_layout
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
@@ -57,10 +57,10 @@ class SplitMode(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = list(tensors_in((*args, *kwargs.values())))
         known = [self._known_of(tensor) for tensor in tensors]
-        kind, in_place = KINDS.get(func), _is_in_place(func, kwargs)
+        kind, in_place = KINDS.get(func), is_in_place(func, kwargs)
         key = _signature(func, args, kwargs, known)
         if key is None or (decision := self._known.get(key)) is None:
-            call = _call(func, args, kwargs, known)
+            call = call_on(func, args, kwargs, known, of=Tensor)
             decision = decide(kind, call, known, self.axes.sizes, in_place=in_place)
             if key is not None and len(self._known) < _MAX_KNOWN:
                 self._known[key] = decision
@@ -97,7 +97,7 @@ class SplitMode(TorchFunctionMode):
         layouts = tuple(
             Layout(each.layout.shape, placements) for each, placements in zip(known, decision.inputs, strict=True)
         )
-        call = _call(func, args, kwargs, known)
+        call = call_on(func, args, kwargs, known, of=Tensor)
         return kind.run(Placed(call, new_args, new_kwargs, layouts, decision.outputs, self.axes))
 
     # ---- arguments --------------------------------------------------------------------------------------------------
@@ -185,37 +185,6 @@ class SplitMode(TorchFunctionMode):
 
 def _on(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard) and placement.dim == dim
-
-
-def _is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    changes = (name.endswith("_") and not name.startswith("__")) or name in _CHANGES
-    return changes or "out" in kwargs or kwargs.get("inplace") is True
-
-
-_CHANGES = {
-    "__setitem__",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__idiv__",
-    "__itruediv__",
-    "__ipow__",
-    "__iand__",
-    "__ior__",
-}
-
-
-def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[Known]) -> Call:
-    operands = tuple(Operand(index, each.layout.shape) for index, each in enumerate(known))
-    new_args, new_kwargs = _with_operands((args, tuple(kwargs.values())), operands)
-    placements = (placement for each in known for placement in each.layout.placements)
-    parts = {1, *(placement.parts for placement in placements if isinstance(placement, Shard))}
-    return Call(func, new_args, dict(zip(kwargs, new_kwargs, strict=True)), operands, tuple(sorted(parts)))
-
-
-def _with_operands(value: Any, operands: Sequence[Operand]) -> Any:
-    return replaced(value, operands, of=Tensor)
 
 
 def _signature(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[Known]) -> Any:

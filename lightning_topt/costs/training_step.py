@@ -21,6 +21,7 @@ from lightning_topt.costs.page_faults import kernels_bytes
 from lightning_topt.costs.segments import Segments, blocks_reduced_last, locate
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.graph.blocks import block_of
+from lightning_topt.graph.collective_ops import shown_collective
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
 
@@ -145,14 +146,24 @@ class TrainingStep:
         return times
 
     def _pass_seconds(self, kernels: Sequence[Kernel]) -> float:
-        seconds = estimate_pass_seconds(
-            kernels,
+        communication = [kernel for kernel in kernels if shown_collective(kernel) is not None]
+        computation = [kernel for kernel in kernels if shown_collective(kernel) is None] if communication else kernels
+        seconds = sum(map(self._shown_seconds, communication)) + estimate_pass_seconds(
+            computation,
             batch_size=self.batch_size,
             device=self.cluster.device,
             measured=self.kernel_seconds,
             measured_batch_size=self.graph.batch_size,
         )
         return seconds + self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
+
+    def _shown_seconds(self, kernel: Kernel) -> float:
+        """Seconds of a collective along a tensor axis; what one rank gives to an all-to-all is its slice of the whole."""
+        shown = shown_collective(kernel)
+        assert shown is not None
+        op, size, axis = shown[0], kernel.bytes.at(self.batch_size), self.mesh.tensor_axes[shown[1]]
+        whole = size * self.mesh.shape[axis] if op == "all_to_all" else size
+        return kernel.count * self.collective_seconds(op, whole, axes=[axis])
 
     def taken_seconds(self, size: float) -> float:
         """Return the seconds to take `size` bytes anew from the operating system; 0 where freed memory is kept."""

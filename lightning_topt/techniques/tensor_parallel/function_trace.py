@@ -73,11 +73,13 @@ class TracedCall:
 
 
 class Border(NamedTuple):
-    """A module's call begins or ends before call `position` of the trace, with the tensors `numbers`."""
+    """A module's call begins or ends (`is_end`) before call `position` of the trace, with the tensors `numbers` of `shapes`."""
 
     position: int
     module: str
+    is_end: bool
     numbers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -98,6 +100,10 @@ class FunctionTrace:
             return [call for call in self.calls if block in call.stack]
         named = {*blocks} - {""}
         return [call for call in self.calls if named.isdisjoint(call.stack)]
+
+    def results(self) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
+        """Return the module of every call in the order in which they ended, with the shapes of its results."""
+        return [(border.module, border.shapes) for border in self.borders if border.is_end]
 
     def whole_at(self, block: str, blocks: Sequence[str]) -> set[int]:
         """Return the numbers of the tensors that cross the border of a block, into `block` or out of it.
@@ -137,7 +143,7 @@ class _Tracer(TorchFunctionMode):
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._stack.append(path)
-            self._border(path, (args, kwargs))
+            self._border(path, (args, kwargs), is_end=False)
 
         return hook
 
@@ -146,14 +152,16 @@ class _Tracer(TorchFunctionMode):
             if path in self._stack:  # else backward runs it again
                 while self._stack.pop() != path:
                     pass
-                self._border(path, output)
+                self._border(path, output, is_end=True)
 
         return hook
 
-    def _border(self, path: str, values: Any) -> None:
-        numbers = (tensor.__dict__.get(_NUMBERS) for tensor in tensors_anywhere(values))
+    def _border(self, path: str, values: Any, *, is_end: bool) -> None:
+        tensors = list(tensors_anywhere(values))
+        numbers = (tensor.__dict__.get(_NUMBERS) for tensor in tensors)
         known = tuple(found[0] for found in numbers if found is not None)
-        self._trace.borders.append(Border(len(self._trace.calls), path, known))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        self._trace.borders.append(Border(len(self._trace.calls), path, is_end, known, shapes))
 
     # ---- functions --------------------------------------------------------------------------------------------------
 

@@ -159,15 +159,15 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def replaced(value: Any, new: Sequence[Any], *, of: type) -> Any:
     """Return `value` with every instance of `of` (a tensor or an operand) replaced by the next of `new`."""
-    rest = iter(new)
+    return _replaced(value, iter(new), of)
 
-    def visit(item: Any) -> Any:
-        if isinstance(item, of):
-            return next(rest)
-        if type(item) is list:
-            return [visit(one) for one in item]
-        if type(item) is tuple:
-            return tuple(visit(one) for one in item)
-        return item
 
-    return visit(value)
+def _replaced(value: Any, rest: Iterator[Any], of: type) -> Any:
+    # No closure that calls itself: such a cycle would keep tensors until the garbage collector runs.
+    if isinstance(value, of):
+        return next(rest)
+    if type(value) is list:
+        return [_replaced(item, rest, of) for item in value]
+    if type(value) is tuple:
+        return tuple(_replaced(item, rest, of) for item in value)
+    return value

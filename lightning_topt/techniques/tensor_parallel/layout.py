@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_topt.graph.op_config import Partial, Placement, Replicate, Shard
+from lightning_topt.graph.op_config import LAYOUT, Partial, Placement, Replicate, Shard
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
-_NAME = "_topt_layout"
 
 
 class Layout(NamedTuple):
@@ -33,19 +32,19 @@ class Layout(NamedTuple):
 
 def layout_of(tensor: Any) -> Layout | None:
     """Return the layout that `tensor` carries; None for what every rank has whole."""
-    return getattr(tensor, _NAME, None)
+    return getattr(tensor, LAYOUT, None)
 
 
 def with_layout(tensor: Tensor, layout: Layout) -> Tensor:
     """Make `tensor` carry `layout`, and return it."""
-    setattr(tensor, _NAME, layout)
+    setattr(tensor, LAYOUT, layout)
     return tensor
 
 
 def without_layout(tensor: Tensor) -> None:
     """Make `tensor` a plain one again."""
-    if hasattr(tensor, _NAME):
-        delattr(tensor, _NAME)
+    if hasattr(tensor, LAYOUT):
+        delattr(tensor, LAYOUT)
 
 
 def check_divides(size: int, parts: int, ranks: int, *, what: str) -> None:

@@ -74,7 +74,7 @@ class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
         ctx.place = axes, axis
-        return tensor.view_as(tensor)
+        return tensor.data  # no view: that would hold `tensor`, which remembers the result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_topt.graph.op_config import Partial, Placement, Shard
+from lightning_topt.graph.op_config import LAYOUT, Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.attributes import ATTRIBUTES, LOCAL
 from lightning_topt.techniques.tensor_parallel.decisions import Decision, Known, call_on, decide, is_in_place
@@ -44,7 +44,7 @@ class SplitMode(TorchFunctionMode):
     ) -> Any:
         for arg in args if kwargs is None else (*args, *kwargs.values()):
             if isinstance(arg, Tensor):
-                if "_topt_layout" in arg.__dict__:
+                if LAYOUT in arg.__dict__:
                     return self._on_split(func, args, kwargs or {})
             elif type(arg) in (list, tuple) and any(layout_of(each) is not None for each in tensors_in(arg)):
                 return self._on_split(func, args, kwargs or {})
@@ -148,7 +148,9 @@ class SplitMode(TorchFunctionMode):
         if not decision.outputs:
             return result
         if isinstance(result, Tensor):
-            return self._finished(result, decision.outputs[0], local, decision.added)
+            held = [result]
+            del result  # while what follows it is made, nobody needs a summand
+            return self._finished(held.pop(), decision.outputs[0], local, decision.added)
         results = list(tensors_in(result))
         outputs = [decision.outputs[min(index, len(decision.outputs) - 1)] for index in range(len(results))]
         new = [self._finished(each, placements, local, None) for each, placements in zip(results, outputs, strict=True)]

@@ -23,6 +23,7 @@ from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
 from lightning_topt.techniques.tensor_parallel.split_prices import Collective, Outcome, SplitPrices
 
+_MOST = 256  # points of a state
 _SMALL = 8  # a dim of a reshaped tensor up to this size may be parts of it: queries, keys and values
 
 
@@ -94,11 +95,13 @@ def _key_of(call: TracedCall, move: Any) -> Any:
 Entry = tuple[Placement, frozenset[Any]]  # where a tensor is, and its moves so far
 
 
-class _Point(NamedTuple):
+class Point(NamedTuple):
+    """A `Point` is what a choice takes, and the choice."""
+
     seconds: float
     state_bytes: float
     activation_bytes: float
-    chosen: Any  # (earlier, name, placement)
+    chosen: Any
 
 
 class _State(NamedTuple):
@@ -115,9 +118,9 @@ class _Search:
 
     def run(self) -> list[BlockSplit]:
         """Walk all calls."""
-        states = {_State((), frozenset()): [_Point(0.0, 0.0, 0.0, None)]}
+        states = {_State((), frozenset()): [Point(0.0, 0.0, 0.0, None)]}
         for index, call in enumerate(self.calls):
-            reached: dict[_State, list[_Point]] = {}
+            reached: dict[_State, list[Point]] = {}
             for state, points in states.items():
                 for after, step, chosen in self._steps(index, call, state):
                     reached.setdefault(after, []).extend(_later(point, step, chosen) for point in points)
@@ -215,10 +218,10 @@ class _Search:
         return found
 
 
-def _later(point: _Point, step: tuple[float, float, float], chosen: tuple[tuple[str, Placement], ...]) -> _Point:
+def _later(point: Point, step: tuple[float, float, float], chosen: tuple[tuple[str, Placement], ...]) -> Point:
     seconds, held, kept = step
     choices = (point.chosen, chosen) if chosen else point.chosen
-    return _Point(point.seconds + seconds, point.state_bytes + held, point.activation_bytes + kept, choices)
+    return Point(point.seconds + seconds, point.state_bytes + held, point.activation_bytes + kept, choices)
 
 
 def _choices(chosen: Any) -> dict[str, Placement]:
@@ -229,13 +232,19 @@ def _choices(chosen: Any) -> dict[str, Placement]:
     return dict(found)
 
 
-def pareto(points: Iterable[_Point]) -> list[_Point]:
-    """Return the points that no other one is at least as good as, fastest first; the first of equal ones."""
-    found: list[_Point] = []
+def pareto(points: Iterable[Point]) -> list[Point]:
+    """Return the points that no other one is at least as good as, fastest first; the first of equal ones.
+
+    Of more than 256 every so many-th is kept, and the ends.
+    """
+    found: list[Point] = []
     for point in sorted(points, key=lambda point: point[:3]):
         if not any(
             other.state_bytes <= point.state_bytes and other.activation_bytes <= point.activation_bytes
             for other in found
         ):
             found.append(point)
-    return found
+    if len(found) <= _MOST:
+        return found
+    ends = found[0], min(found, key=lambda p: p.state_bytes), min(found, key=lambda p: p.activation_bytes)
+    return sorted({id(p): p for p in (*found[:: -(-len(found) // _MOST)], *ends)}.values(), key=lambda point: point[:3])

@@ -18,8 +18,9 @@ from lightning_topt.graph.op_config import Placement
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.step_run import call_training_step
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.layout import Layout, with_layout
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
-from lightning_topt.techniques.tensor_parallel.split_parameters import split_parameters
+from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from lightning_topt.techniques.tensor_parallel.tensor_axes import CollectiveCall, TensorAxes
 
@@ -79,7 +80,13 @@ def run(module: nn.Module, batch: Any, placements: Mapping[str, Placement], rank
     calls: list[CollectiveCall] = []
     axes = TensorAxes(("tensor",), (ranks,), (0,), (None,), calls)
     with mode:
-        split_parameters(dict(copied.named_parameters()), {name: (p,) for name, p in placements.items()}, axes)
+        for name, placement in placements.items():
+            parameter, layout = (
+                copied.get_parameter(name),
+                Layout(tuple(copied.get_parameter(name).shape), (placement,)),
+            )
+            parameter.data = SplitTensor(layout, axes).own(parameter.data)
+            with_layout(parameter, layout)
         with SplitMode(axes):
             loss = call_training_step(copied, batch)
         loss.backward()

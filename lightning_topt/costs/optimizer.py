@@ -11,7 +11,7 @@ import inspect
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,19 @@ class OptimizerProfile:
     by_parameter: bool
     updates: Mapping[str, ParameterUpdate]
     seconds_per_element: Mapping[str, float] = field(default_factory=dict)
+
+    def of_slices(self, shares: Mapping[str, float]) -> OptimizerProfile:
+        """Return the profile of an optimizer over slices of parameters: `shares` of the whole ones, by name."""
+        updates = {
+            name: replace(
+                update,
+                state_bytes=round(update.state_bytes * shares.get(name, 1.0)),
+                moved_bytes=update.moved_bytes * shares.get(name, 1.0),
+                temporary_bytes=update.temporary_bytes * shares.get(name, 1.0),
+            )
+            for name, update in self.updates.items()
+        }
+        return replace(self, updates=updates)
 
     def state_bytes(self, name: str) -> int:
         """Return the bytes of the state of parameter `name`; 0 for one that no optimizer updates."""

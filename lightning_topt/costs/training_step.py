@@ -23,6 +23,7 @@ from lightning_topt.costs.sizes import ROOT
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.collective_ops import shown_collective
 from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import Placements
 from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
 
 
@@ -40,6 +41,8 @@ class TrainingStep:
         exchange: how gradients that are whole travel; None: by an all-reduce.
         returns_memory: the run gives freed memory back at once, as under a memory limit on CPUs (`execution.allocator`), and
             pays `Device.page_fault_seconds_per_byte` for what it takes anew.
+        split: where parameters are along the tensor axes of `mesh`, by block and name in the block; `graph` is then the step
+            of a rank that holds slices of them.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample or of a size that the
     graph says nothing about, and an exchange that these ranks cannot have.
@@ -53,6 +56,7 @@ class TrainingStep:
     kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
     exchange: ExchangeOptions | None = None
     returns_memory: bool = False
+    split: Mapping[str, tuple[tuple[str, Placements], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)

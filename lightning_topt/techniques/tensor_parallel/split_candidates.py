@@ -28,6 +28,7 @@ from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import BlockSplit, Point, pareto, search_splits
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
+_CLOSE = 0.02
 BlockPlacements = Mapping[str, tuple[tuple[str, Placements], ...]]
 
 
@@ -82,8 +83,8 @@ class SplitModel:
         return [ModelSplit(total.chosen, *total[:3]) for total in totals]
 
     def candidates(self, prices: SplitPrices) -> list[ModelSplit]:
-        """Return the fastest split of `splits`, the one with the least state, and the one with the fewest bytes in all; none of
-        them is one that splits nothing.
+        """Return the fastest split of `splits`, the one with the least state, and the one with the fewest bytes in all; not one
+        that splits nothing, nor one that is close (2 %) to an earlier one of these in all of that.
         """
         found = [split for split in self.splits(prices) if split.placements]
         if not found:
@@ -93,7 +94,11 @@ class SplitModel:
             min(found, key=lambda split: (split.state_bytes, split.seconds)),
             min(found, key=lambda split: (split.state_bytes + split.activation_bytes, split.seconds)),
         )
-        return [*{tuple(split.placements.items()): split for split in chosen}.values()]
+        kept: list[ModelSplit] = []
+        for split in chosen:
+            if not any(_is_close(split, other) for other in kept):
+                kept.append(split)
+        return kept
 
     def local_graph(self, split: ModelSplit, ranks: int) -> OpGraph | None:
         """Return the graph of one of `ranks` ranks, captured once; None where the split step cannot be captured."""
@@ -131,6 +136,11 @@ class SplitModel:
             if block.name in self._repeated:
                 groups.setdefault(block.group, []).append(block.name)
         return [[""], *groups.values()]
+
+
+def _is_close(split: ModelSplit, other: ModelSplit) -> bool:
+    pairs = ((getattr(split, name), getattr(other, name)) for name in ("seconds", "state_bytes", "activation_bytes"))
+    return all(abs(a - b) <= _CLOSE * max(a, b) for a, b in pairs)
 
 
 def _with_region(total: Point, split: BlockSplit, region: Sequence[str]) -> Point:

@@ -24,7 +24,7 @@ from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
 from lightning_topt.techniques.tensor_parallel.split_prices import Collective, Outcome, SplitPrices
 
 _MOST = 256  # points of a state
-_SMALL = 8  # a dim of a reshaped tensor up to this size may be parts of it: queries, keys and values
+_SMALL = 4  # a new dim of a reshaped tensor up to this size may be parts of it: queries, keys and values
 
 
 @dataclass(frozen=True)
@@ -187,14 +187,15 @@ class _Search:
         return {ref.memory: index for index, call in enumerate(self.calls) for ref in (*call.inputs, *call.outputs)}
 
     @cached_property
-    def _parts(self) -> tuple[int, ...]:
-        """Into how many parts dims may be cut: as many as results of a call, or as a small dim of a reshaped tensor."""
-        found = {1, 2, 3}
+    def _parts(self) -> dict[int, set[int]]:
+        """Into how many parts dims may be cut, with the sizes of such dims: where nothing takes a dim apart or puts it
+        together, parts are as good as a whole one.
+        """
+        found: dict[int, set[int]] = {}
         for call in self.calls:
-            found.add(len(call.outputs))
-            if call.is_view:
-                found.update(size for ref in call.outputs for size in ref.shape if 1 < size <= _SMALL)
-        return tuple(sorted(found))
+            for parts, sizes in _parts_of(call):
+                found.setdefault(parts, set()).update(sizes)
+        return found
 
     def _candidates(self, index: int, parameters: Mapping[int, Ref]) -> Sequence[tuple[Placement, ...]]:
         """Placements that the kind of the call could have its new parameters at, together."""
@@ -211,11 +212,35 @@ class _Search:
         if kind is None:
             return found
         known = [Known(Layout(ref.shape, (REPLICATE,)), False, False) for ref in call.inputs]
-        made = replace(call_on(call.func, call.args, call.kwargs, known, of=Ref), parts=self._parts)
+        made = replace(call_on(call.func, call.args, call.kwargs, known, of=Ref), parts=(1, *sorted(self._parts)))
         places = [next(i for i, ref in enumerate(call.inputs) if ref.number == number) for number in parameters]
         for row in kind.rows(made, self.prices.group.size):
-            found[tuple(row.inputs[place] for place in places)] = None
+            along = tuple(row.inputs[place] for place in places)
+            if all(self._is_sensible(ref, p) for ref, p in zip(parameters.values(), along, strict=True)):
+                found[along] = None
         return found
+
+    def _is_sensible(self, ref: Ref, placement: Placement) -> bool:
+        parts = placement.parts if isinstance(placement, Shard) else 1
+        return parts == 1 or (isinstance(placement, Shard) and ref.shape[placement.dim] in self._parts[parts])
+
+
+def _parts_of(call: TracedCall) -> Iterator[tuple[int, Iterable[int]]]:
+    """Yield numbers of parts, and the sizes of the dims that the call may take apart, or put together, so."""
+    kind = KINDS.get(call.func)
+    if kind is None or not call.inputs:
+        return
+    old, new = call.inputs[0].shape, call.outputs[0].shape
+    if len(call.outputs) > 1:
+        yield len(call.outputs), old
+    if len(call.inputs) > 1 and kind.name == "cat":
+        yield len(call.inputs), new
+    if kind.name == "reshape":
+        yield from ((size, old) for size in new if size not in old and 1 < size <= _SMALL)
+        yield from ((size, new) for size in old if size not in new and 1 < size <= _SMALL)
+    if kind.name in ("getitem", "select"):
+        pairs = zip(old, new, strict=False)
+        yield from ((a // b, (a,)) for a, b in pairs if 0 < b < a and a % b == 0 and a // b <= _SMALL)
 
 
 def _later(point: Point, step: tuple[float, float, float], chosen: tuple[tuple[str, Placement], ...]) -> Point:

@@ -86,6 +86,17 @@ class Twice(nn.Module):
         return (hidden @ self.turn.t()) @ self.table.t()
 
 
+class Joined(nn.Module):
+    """Features of two matrices side by side, read by a third one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = (nn.Linear(*sizes, bias=False) for sizes in ((12, 24), (12, 24), (48, 12)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat([torch.relu(self.a(x)), self.b(x)], -1))
+
+
 @pytest.mark.parametrize("cluster", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize(
     ("inner", "batch"),
@@ -93,9 +104,10 @@ class Twice(nn.Module):
         (nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)), torch.zeros(4, 6, 12)),
         (Fused(), torch.zeros(4, 6, 12)),
         (Twice(), torch.zeros(5, 12)),
+        (Joined(), torch.zeros(4, 6, 12)),
         (nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12, bias=False), nn.Softmax(-1)), torch.zeros(4, 12)),
     ],
-    ids=["mlp", "fused", "twice", "norm"],
+    ids=["mlp", "fused", "twice", "joined", "norm"],
 )
 def test_the_search_finds_what_trying_everything_finds(inner: nn.Module, batch: Tensor, cluster: Cluster) -> None:
     module = Step(inner)

@@ -11,7 +11,7 @@ import inspect
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,19 @@ class OptimizerProfile:
         if name not in self.probes:
             return self.state_bytes(name)  # of a frozen parameter, as it is
         return self.probes[name].state_bytes(shape)
+
+    def of_slices(self, shares: Mapping[str, float]) -> OptimizerProfile:
+        """Return the profile of an optimizer over slices of parameters: `shares` of the whole ones, by name."""
+        updates = {
+            name: replace(
+                update,
+                state_bytes=round(update.state_bytes * shares.get(name, 1.0)),
+                moved_bytes=update.moved_bytes * shares.get(name, 1.0),
+                temporary_bytes=update.temporary_bytes * shares.get(name, 1.0),
+            )
+            for name, update in self.updates.items()
+        }
+        return replace(self, updates=updates)
 
     def state_bytes(self, name: str) -> int:
         """Return the bytes of the state of parameter `name`; 0 for one that no optimizer updates."""

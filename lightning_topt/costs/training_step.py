@@ -21,7 +21,9 @@ from lightning_topt.costs.page_faults import kernels_bytes
 from lightning_topt.costs.segments import Segments, blocks_reduced_last, locate
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.graph.blocks import block_of
+from lightning_topt.graph.collective_ops import shown_collective
 from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import Placements
 from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
 
 
@@ -39,6 +41,8 @@ class TrainingStep:
         exchange: how gradients that are whole travel; None: by an all-reduce.
         returns_memory: the run gives freed memory back at once, as under a memory limit on CPUs (`execution.allocator`), and
             pays `Device.page_fault_seconds_per_byte` for what it takes anew.
+        split: where parameters are along the tensor axes of `mesh`, by block and name in the block; `graph` is then the step
+            of a rank that holds slices of them.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample or of a size that the
     graph says nothing about, and an exchange that these ranks cannot have.
@@ -52,6 +56,7 @@ class TrainingStep:
     kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
     exchange: ExchangeOptions | None = None
     returns_memory: bool = False
+    split: Mapping[str, tuple[tuple[str, Placements], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)
@@ -145,14 +150,24 @@ class TrainingStep:
         return times
 
     def _pass_seconds(self, kernels: Sequence[Kernel]) -> float:
-        seconds = estimate_pass_seconds(
-            kernels,
+        communication = [kernel for kernel in kernels if shown_collective(kernel) is not None]
+        computation = [kernel for kernel in kernels if shown_collective(kernel) is None] if communication else kernels
+        seconds = sum(map(self._shown_seconds, communication)) + estimate_pass_seconds(
+            computation,
             batch_size=self.batch_size,
             device=self.cluster.device,
             measured=self.kernel_seconds,
             measured_batch_size=self.graph.batch_size,
         )
         return seconds + self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
+
+    def _shown_seconds(self, kernel: Kernel) -> float:
+        """Seconds of a collective along a tensor axis; what one rank gives to an all-to-all is its slice of the whole."""
+        shown = shown_collective(kernel)
+        assert shown is not None
+        op, size, axis = shown[0], kernel.bytes.at(self.batch_size), self.mesh.tensor_axes[shown[1]]
+        whole = size * self.mesh.shape[axis] if op == "all_to_all" else size
+        return kernel.count * self.collective_seconds(op, whole, axes=[axis])
 
     def taken_seconds(self, size: float) -> float:
         """Return the seconds to take `size` bytes anew from the operating system; 0 where freed memory is kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recording import Recording
 from lightning_topt.graph.sample_counts import batch_sizes, common_size
 from lightning_topt.graph.second_calls import find_repeatable
-from lightning_topt.graph.step_run import StepRun
+from lightning_topt.graph.step_run import Adapt, StepRun
 
 __all__ = ["CaptureError", "capture", "may_need_values"]
 
@@ -33,6 +33,8 @@ def capture(
     device: torch.device | str = "cpu",
     batch_scaling: bool = True,
     real: bool = False,
+    adapt: Adapt | None = None,
+    like: OpGraph | None = None,
 ) -> OpGraph:
     """Return the operator graph of one training step of `module`, a LightningModule with automatic optimization.
 
@@ -53,6 +55,9 @@ def capture(
             gradients and optimizer state); parameters and buffers keep their values. Collectives of the step are real, so
             every rank has to capture at the same time. `device` is then the one on which `module` and `batch` are, and
             amounts scale only with a `second_batch`.
+        adapt: is called with every copy of `module` that runs, on fake tensors, may change it, and returns a context around its
+            forward, inside of `forward_context`.
+        like: the graph of the same module without `adapt`: its blocks are taken, and what it says of second calls.
 
     Raises:
         CaptureError: the step depends on values of tensors or uses an operator without a shape-only implementation
@@ -65,7 +70,7 @@ def capture(
     _check(module)
     _check_device(torch.device(device))
     _check_options(module, second_batch, batch_scaling=batch_scaling, real=real, device=torch.device(device))
-    step = StepRun(module, forward_context, torch.device(device), real)
+    step = StepRun(module, forward_context, torch.device(device), real, adapt)
     collection = nullcontext() if real else no_collection()
     with no_trace(module), torch.compiler.set_stance("force_eager"), collection:
         if not batch_scaling:
@@ -78,11 +83,11 @@ def capture(
                 sizes=(size, size),
                 input_bytes=(input_bytes, input_bytes),
             )
-            return _finish(graph, step, batch, recording=recording)
-        return _capture_two_sizes(step, batch, second_batch)
+            return _finish(graph, step, batch, recording=recording, like=like)
+        return _capture_two_sizes(step, batch, second_batch, like)
 
 
-def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None) -> OpGraph:
+def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None, like: OpGraph | None) -> OpGraph:
     sizes = batch_sizes(batch, second_batch)
     # Each run: a batch, its samples, and how many to make of them.
     small, large = (batch, sizes[0]), (batch, sizes[0]) if second_batch is None else (second_batch, sizes[1])
@@ -99,22 +104,34 @@ def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None) -> O
         sizes=sizes,
         input_bytes=(first_bytes, second_bytes),
     )
-    return _finish(graph, step, small[0], recording=first, samples=(small[1], sizes[0]))
+    return _finish(graph, step, small[0], recording=first, samples=(small[1], sizes[0]), like=like)
 
 
 def _finish(
-    graph: OpGraph, step: StepRun, batch: Any, *, recording: Recording, samples: tuple[int, int] = (1, 1)
+    graph: OpGraph,
+    step: StepRun,
+    batch: Any,
+    *,
+    recording: Recording,
+    samples: tuple[int, int] = (1, 1),
+    like: OpGraph | None = None,
 ) -> OpGraph:
     """The graph with what second calls of its modules did, cut into the blocks that are chosen where nobody says otherwise."""
+    if like is not None:
+        return _marked(graph, {m.path for m in like.step.modules if m.repeatable}).with_blocks(like.blocks)
     calls = Counter(call.module for call in graph.step.calls)
     candidates = [call.module for call in graph.step.calls if calls[call.module] == 1 and may_repeat(call)]
     if step.real and recording.has_collectives:
         candidates = []  # ranks might differ in them, and would wait for one another
     repetitions = recording.repetitions
     found = find_repeatable(step, batch, candidates=candidates, samples=samples, repetitions=repetitions)
-    modules = tuple(dataclasses.replace(m, repeatable=True) if m.path in found else m for m in graph.step.modules)
-    graph = dataclasses.replace(graph, step=dataclasses.replace(graph.step, modules=modules))
+    graph = _marked(graph, found)
     return graph.with_blocks(choose_blocks(graph))
+
+
+def _marked(graph: OpGraph, repeatable: Collection[str]) -> OpGraph:
+    modules = tuple(dataclasses.replace(m, repeatable=m.path in repeatable) for m in graph.step.modules)
+    return dataclasses.replace(graph, step=dataclasses.replace(graph.step, modules=modules))
 
 
 def _check(module: nn.Module) -> None:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
+from torch.library import Library
+
+from lightning_topt.graph.operators import Kernel
+
+# Stands for a collective call along a tensor axis of a mesh, by its index among them, in the step of a rank that is looked at.
+LIBRARY = Library("topt", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY.define("collective_(Tensor(a!) tensor, str op, int axis) -> ()")  # type: ignore[no-untyped-call]
+LIBRARY.impl(  # type: ignore[no-untyped-call]
+    "collective_", lambda tensor, op, axis: None, "CompositeExplicitAutograd"
+)
+SEEN = "topt.collective_.default"
 
 NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 
@@ -21,6 +33,19 @@ def run_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         return func(*args, **kwargs)
     results = [_finished() if "Work" in str(result.type) else args[0] for result in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def show_collective(tensor: Tensor, *, op: str, axis: int) -> None:
+    """Let a capture see that ranks along tensor axis `axis` run `op`, on `tensor`: the larger one of what is given and got."""
+    torch.ops.topt.collective_(tensor, op, axis)
+
+
+def shown_collective(kernel: Kernel) -> tuple[str, int] | None:
+    """Return the op and the tensor axis of a collective that `show_collective` let a capture see; None for other kernels."""
+    if kernel.name != SEEN:
+        return None
+    _, op, axis = kernel.arguments["args"]
+    return op, axis
 
 
 def _finished() -> Any:

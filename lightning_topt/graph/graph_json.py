@@ -12,7 +12,7 @@ from lightning_topt.graph.quantities import Amount, TensorSpec
 from lightning_topt.graph.step_tensors import Module, ModuleCall, Step, StepTensor
 
 VERSION = 2
-PLAIN = ("model", "batch_size", "buffer_bytes", "batch_scaling")
+PLAIN = ("model", "batch_size", "buffer_bytes", "batch_scaling", "whole_model")
 
 
 def encode_parts(graph: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def decode_parts(data: Mapping[str, Any]) -> dict[str, Any]:
     specs = [TensorSpec(tuple(shape), dtype, batch_dim) for shape, dtype, batch_dim in data["specs"]]
     kernels = [Kernel(**{**k, **_read_amounts(k, "flops", "bytes", "allocated")}) for k in data["kernels"]]
     return {
-        **{name: data[name] for name in PLAIN},
+        **{name: data.get(name) for name in PLAIN},
         "input_bytes": Amount(*data["input_bytes"]),
         "unused": tuple(data["unused"]),
         "parameters": tuple(Parameter(**_tuples(p, "shape", "aliases")) for p in data["parameters"]),

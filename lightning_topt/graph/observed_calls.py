@@ -45,6 +45,7 @@ class Result:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    layout: Any = None  # where techniques say how it is split
 
 
 @dataclass(eq=False)

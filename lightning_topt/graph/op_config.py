@@ -51,6 +51,7 @@ class Partial:
         return "partial"
 
 
+LAYOUT = "_topt_layout"  # attribute of a tensor that says how it is split
 Placement = Replicate | Shard | Partial
 Placements = tuple[Placement, ...]  # one per axis of the mesh
 _SHARD = re.compile(r"shard\(([0-9]{1,3})(?:, ?parts=([1-9][0-9]{0,3}))?\)")

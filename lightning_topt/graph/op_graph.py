@@ -44,8 +44,9 @@ class OpGraph:
     `ops` are in execution order; `step` says when their kernels run and how long every tensor lives.
     `buffer_bytes` are the module's buffers, `input_bytes` the batch. `batch_scaling` says whether amounts are known for
     other batches than those of `batch_size` samples; without it they are constants, and `batch_size` may be 1 for a batch
-    whose size is unknown. `unused` are the trainable parameters that the step gave no gradient. Raises ValueError when
-    the parts contradict.
+    whose size is unknown. `unused` are the trainable parameters that the step gave no gradient. `whole_model`: the step is that
+    of one rank, whose parameters are slices of those of the model with this fingerprint. Raises ValueError when the parts
+    contradict.
     """
 
     model: str
@@ -59,6 +60,7 @@ class OpGraph:
     input_bytes: Amount
     batch_scaling: bool = True
     unused: tuple[str, ...] = ()
+    whole_model: str | None = None
 
     def __post_init__(self) -> None:
         names = [op.name for op in self.ops]
@@ -80,6 +82,8 @@ class OpGraph:
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the model, not the batch; see `model_fingerprint`."""
+        if self.whole_model is not None:
+            return self.whole_model
         return model_fingerprint(self.model, [(p.name, p.shape, p.dtype) for p in self.parameters])
 
     @cached_property

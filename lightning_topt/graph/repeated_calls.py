@@ -16,6 +16,7 @@ from lightning_topt.graph.copied_calls import backward_of_copy, begin_copy, end_
 from lightning_topt.graph.equal_modules import identity_of, state_of, surroundings_of
 from lightning_topt.graph.fake import Like, empty_fake
 from lightning_topt.graph.observed_calls import CopiedCall, ObservedCall, Result, flatten, forward_facts, rebuild
+from lightning_topt.graph.op_config import LAYOUT
 from lightning_topt.graph.record import Recorder
 from lightning_topt.graph.recording import Recording, Storage
 
@@ -103,6 +104,9 @@ class RepeatedCalls:
         given = leaf[0] if leaf else empty_fake(self._mode, like=SCALAR).requires_grad_()
         like = _like(given) if leaf else None
         made[k] = _LeftOut.apply(given, [made[k]], copied, recorder, held, like, self._mode)  # type: ignore[no-untyped-call]
+        for tensor, result in zip(made, model.results, strict=True):
+            if result.layout is not None:
+                vars(tensor)[LAYOUT] = result.layout
         end_copy(recorder, copied, made)
         return rebuild(model.structure, made)
 
@@ -154,7 +158,8 @@ def _call_key(structure: Any, tensors: list[Tensor], recorder: Recorder) -> Hash
         number = numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers))
         shape = tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, tensor.device
         is_saved = None if storage is None else storage.saved
-        facts.append((shape, number, tensor.requires_grad, tensor.is_leaf, tensor._is_view(), is_saved))
+        layout = vars(tensor).get(LAYOUT)
+        facts.append((shape, number, tensor.requires_grad, tensor.is_leaf, tensor._is_view(), is_saved, layout))
     if len(numbers) != len(tensors):
         return None
     key = structure, tuple(facts), _modes()
@@ -257,6 +262,7 @@ def _result(tensor: Tensor, storage: Storage, first_op: int) -> Result:
         tensor.dtype,
         tensor.device,
         tensor.requires_grad,
+        vars(tensor).get(LAYOUT),
     )
 
 

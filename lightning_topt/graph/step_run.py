@@ -27,6 +27,7 @@ from lightning_topt.graph.structures import tensors_in
 
 CPU = torch.device("cpu")
 MAX_SURPRISES = 2
+Adapt = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,15 @@ class Prepared:
 class StepRun:
     """A training step of `module`: `forward_context` makes a context around it, `device` is the type that trains.
 
-    `real`: it runs on the memory of `module` itself, which is put back as it was, instead of on fake tensors.
+    `real`: it runs on the memory of `module` itself, which is put back as it was, instead of on fake tensors. `adapt` may
+    change the copy that is recorded before anything looks at it, and returns a context around its forward, inside of the other.
     """
 
     module: nn.Module
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     device: torch.device = CPU
     real: bool = False
+    adapt: Adapt | None = None
 
     @cached_property
     def _equal_modules(self) -> dict[str, int]:
@@ -96,6 +99,7 @@ class StepRun:
         try:
             with self.prepared(batch, samples=samples) as prepared:
                 copied, leaves = prepared.module, list(tensors_in(prepared.batch))
+                inner = nullcontext() if self.adapt is None else self.adapt(copied)
                 calls = None
                 if unlike is not None and prepared.mode is not None:
                     alike = {path: key for path, key in self._equal_modules.items() if key not in unlike}
@@ -103,7 +107,7 @@ class StepRun:
                 recorders.append(recorder := Recorder(copied, leaves, backups=prepared.backups))
                 if calls is not None:
                     calls.install(recorder)
-                with recorder.forward(), self.forward_context():
+                with recorder.forward(), self.forward_context(), inner:
                     output = call_training_step(copied, prepared.batch)
                 loss = loss_of(output)
                 with recorder.backward(loss):

@@ -29,8 +29,10 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.chains import Chain, Choices, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
+from lightning_topt.plan.tensor_meshes import placed_parameters, tensor_meshes, tensor_sizes, tensor_steps
 from lightning_topt.techniques.plan_batch import PlanBatch
 from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class SearchRequest:
         capture_seconds: what making `graph` took, for the record.
         max_seconds: CPU seconds of the search for one number of devices, after which the best plans so far are returned with
             `error_bound`.
+        split: the same step as one whose parameters can be split over tensor axes; None: no mesh has one.
     """
 
     graph: OpGraph
@@ -62,6 +65,7 @@ class SearchRequest:
     returns_memory: bool = False
     capture_seconds: float = 0.0
     max_seconds: float = 10.0
+    split: SplitModel | None = None
 
 
 def search_plans(request: SearchRequest) -> PlanFrontier:
@@ -101,7 +105,11 @@ def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
 def points_of(batch: PlanBatch) -> list[PlanPoint]:
     """Return the plans of `batch` with what they are predicted to cost."""
     step = batch.costs.step
-    blocks = [[BlockPlan(name, config) for config in legal] for name, legal in batch.configs.items()]
+    placed = placed_parameters(step)
+    blocks = [
+        [BlockPlan(name, replace(c, parameters=placed[name]) if name in placed else c) for c in legal]
+        for name, legal in batch.configs.items()
+    ]
     found = []
     for row, costs in zip(
         batch.plans.tolist(), zip(batch.seconds, batch.peak_bytes, batch.compute_seconds, strict=True), strict=True
@@ -165,21 +173,37 @@ def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
 
 def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
     """The plans for `count` ranks: on every mesh, with every exchange."""
-    if request.global_batch_size % count:
+    cluster, samples = request.cluster, request.global_batch_size
+    sizes = tensor_sizes(cluster, count) if request.split is not None else []
+    sizes = [size for size in sizes if samples % (count // size) == 0]
+    if samples % count and not sizes:
         raise ValueError(
-            f"a global batch of {request.global_batch_size} samples cannot be divided evenly over {count} devices; choose a "
+            f"a global batch of {samples} samples cannot be divided evenly over {count} devices; choose a "
             f"batch size that is a multiple of {count}, or other device counts"
         )
-    first, *rest = meshes(request.cluster, count)
-    common = request.graph, request.cluster, request.optimizer, first, request.global_batch_size // count
-    step = TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
-    yield _whole_gradients(PlanCosts(step))
-    legal = (legal_exchanges(options, cluster=request.cluster, world_size=count) for options in request.exchanges)
-    for exchange in dict.fromkeys(itertools.chain.from_iterable(legal)):
-        yield _whole_gradients(PlanCosts(replace(step, exchange=exchange)))
-    if request.shards:
+    first, *rest = meshes(cluster, count)
+    common = request.graph, cluster, request.optimizer, first, max(samples // count, 1)
+    whole = TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
+    if samples % count == 0:
+        legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in request.exchanges)
+        exchanges = dict.fromkeys(itertools.chain.from_iterable(legal))
+        yield from _spaces_of(whole, rest, shards=request.shards, exchanges=[*exchanges])
+    for size in sizes:
+        assert request.split is not None
+        _, *others = tensor_meshes(cluster, count, size)
+        for step in tensor_steps(whole, request.split, size=size, global_batch_size=samples):
+            yield from _spaces_of(step, others, shards=request.shards)
+
+
+def _spaces_of(
+    step: TrainingStep, others: Sequence[Mesh], *, shards: bool, exchanges: Sequence[ExchangeOptions] = ()
+) -> Iterator[_Space]:
+    """The plans of `step`, on its mesh and on `others` of as many ranks."""
+    for exchange in (None, *exchanges):
+        yield _whole_gradients(PlanCosts(step if exchange is None else replace(step, exchange=exchange)))
+    if shards:
         returning = step if step.returns_memory else replace(step, returns_memory=True)
-        for mesh in (first, *rest):
+        for mesh in (step.mesh, *others):
             yield _sharded_gradients(PlanCosts(returning.on(mesh)))
 
 

@@ -16,4 +16,12 @@ whole tensors. Autograd below sees plain local tensors and the collectives' own 
     python_functions    checkpoints and autograd functions of user code
     split_mode          calls functions on split tensors
     split_parameters    slices of parameters, and the way back
+
+The planner looks at a rank without running it:
+
+    function_trace      the calls that split_mode would see
+    split_prices        one call's seconds, collectives and bytes, by the decisions of the run
+    split_search        which parameters of a block to split: Pareto sets, exact
+    split_capture       the graph of a rank's own step
+    split_candidates    splits of a whole model, block by block, and the steps of a rank under them
 """

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_topt.graph.op_config import Partial, Placement, Replicate, Shard
+from lightning_topt.graph.op_config import LAYOUT, Partial, Placement, Replicate, Shard
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
-_NAME = "_topt_layout"
 
 
 class _Layout(NamedTuple):
@@ -42,12 +41,12 @@ class Layout(_Layout):
 
 def layout_of(tensor: Any) -> Layout | None:
     """Return the layout that `tensor` carries; None for what every rank has whole."""
-    return getattr(tensor, _NAME, None)
+    return getattr(tensor, LAYOUT, None)
 
 
 def with_layout(tensor: Tensor, layout: Layout) -> Tensor:
     """Make `tensor` carry `layout`, and return it."""
-    setattr(tensor, _NAME, layout)
+    setattr(tensor, LAYOUT, layout)
     return tensor
 
 

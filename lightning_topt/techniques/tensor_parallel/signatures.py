@@ -65,10 +65,17 @@ def known_of(tensor: Tensor, whole: Layout) -> Known:
     return Known(layout, tensor.requires_grad, isinstance(tensor, nn.Parameter), tensor.dtype == torch.bool)
 
 
-def call_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[Known]) -> Call:
-    """Return the call with operands for its tensors."""
+def call_of(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: Sequence[Known],
+    *,
+    of: type = Tensor,
+) -> Call:
+    """Return the call with operands for its tensors, which are instances of `of` and of which `known` tells."""
     operands = tuple(Operand(index, each.layout.shape) for index, each in enumerate(known))
-    new_args, new_kwargs = replaced((args, tuple(kwargs.values())), operands, of=Tensor)
+    new_args, new_kwargs = replaced((args, tuple(kwargs.values())), operands, of=of)
     placements = (placement for each in known for placement in each.layout.placements)
     parts = {1, *(placement.parts for placement in placements if isinstance(placement, Shard))}
     masks = frozenset(index for index, each in enumerate(known) if each.is_mask)

@@ -244,7 +244,9 @@ class SplitMode(PythonFunctionMode):
         if not prepared.decision.outputs:
             return result
         if isinstance(result, Tensor):
-            return self._finished(prepared, result, 0, local)
+            held = [result]
+            del result  # while what follows it is made, nobody needs a summand
+            return self._finished(prepared, held.pop(), 0, local)
         if not isinstance(result, list | tuple):
             return result
         results = list(tensors_in(result))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_topt.communication.topology import own_group
+from lightning_topt.graph.collective_ops import show_collective
 from lightning_topt.graph.mesh_axes import Mesh
 
 
@@ -38,7 +39,9 @@ class TensorAxes:
         return len(self.sizes)
 
     def note(self, op: str, axis: int, whole: torch.Tensor) -> None:
-        """Remember a call on `whole`, the larger one of what is given and what is got."""
+        """Remember a call on `whole`, the larger one of what is given and what is got; without a group a capture may see it."""
+        if self.groups[axis] is None:
+            show_collective(whole, op=op, axis=axis)
         if self.calls is not None:
             self.calls.append(CollectiveCall(op, axis, whole.numel() * whole.element_size()))
 

@@ -1,0 +1,77 @@
+"""Meshes with a tensor axis, innermost and inside nodes, and the step of one rank on each under every split worth a look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.groups import Group
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.mesh_axes import Axis, Mesh
+from lightning_topt.graph.op_config import Placements, Replicate
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+
+
+def tensor_sizes(cluster: Cluster, count: int) -> list[int]:
+    """Return the sizes that a tensor axis of `count` ranks may have: those that divide the ranks and a node, above 1."""
+    per_node = min(cluster.devices_per_node, count)
+    return [size for size in range(2, per_node + 1) if count % size == 0 and cluster.devices_per_node % size == 0]
+
+
+def tensor_meshes(cluster: Cluster, count: int, size: int) -> Iterator[Mesh]:
+    """Yield the meshes of `count` ranks with a tensor axis of `size`: one data axis, then copies times shards."""
+    per_node, data = cluster.devices_per_node, count // size
+    whole, tensor = "intra" if count <= per_node else "inter", Axis("tensor", size)
+    yield Mesh((Axis("data", data, whole), tensor))
+    for shard in range(2, data // 2 + 1):
+        if data % shard == 0:
+            inside = "intra" if shard * size <= per_node and per_node % (shard * size) == 0 else "inter"
+            yield Mesh((Axis("data_replicate", data // shard, whole), Axis("data_shard", shard, inside), tensor))
+
+
+def tensor_steps(
+    whole: TrainingStep, split: SplitModel, *, size: int, global_batch_size: int
+) -> Iterator[TrainingStep]:
+    """Yield the steps of one rank with a tensor axis of `size`, on the first of `tensor_meshes`.
+
+    `whole` is the step of all ranks without one; `global_batch_size` must be a multiple of the data ranks.
+    """
+    count = whole.mesh.size
+    mesh = next(tensor_meshes(whole.cluster, count, size))
+    samples = global_batch_size // mesh.data_parallel_size
+    prices = SplitPrices(whole.cluster, whole.optimizer, Group(size), samples / split.samples)
+    blocks = [block.name for block in whole.graph.blocks]
+    for candidate in split.candidates(prices):
+        local = split.local_graph(candidate, size)
+        if local is not None:
+            yield replace(
+                whole,
+                graph=local,
+                mesh=mesh,
+                batch_size=samples,
+                optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
+                exchange=None,
+                split=candidate.by_block(blocks),
+            )
+
+
+def placed_parameters(step: TrainingStep) -> dict[str, tuple[tuple[str, Placements], ...]]:
+    """Return where a plan has the parameters of each block that `step` splits, along all axes of its mesh."""
+    axes, count = step.mesh.tensor_axes, len(step.mesh.axes)
+
+    def placed(along: Placements) -> Placements:
+        of_axis = dict(zip(axes, along, strict=True))
+        return tuple(of_axis.get(axis, Replicate()) for axis in range(count))
+
+    return {
+        block: tuple((name, placed(along)) for name, along in split) for block, split in step.split.items() if split
+    }
+
+
+def _shares(local: OpGraph, whole: OpGraph) -> dict[str, float]:
+    """The share of every parameter that is local, where that is not all of it."""
+    sizes = {parameter.name: parameter.numel for parameter in whole.parameters}
+    return {p.name: p.numel / sizes[p.name] for p in local.parameters if p.numel != sizes[p.name]}

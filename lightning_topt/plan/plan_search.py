@@ -52,6 +52,7 @@ class SearchRequest:
         max_seconds: CPU seconds of the search for one number of devices, after which the best plans so far are returned with
             `error_bound`.
         split: the same step as one whose parameters can be split over tensor axes; None: no mesh has one.
+        mesh: the only mesh to look at, of as many ranks as each of `device_counts`; None: all.
     """
 
     graph: OpGraph
@@ -66,6 +67,7 @@ class SearchRequest:
     capture_seconds: float = 0.0
     max_seconds: float = 10.0
     split: SplitModel | None = None
+    mesh: Mesh | None = None
 
 
 def search_plans(request: SearchRequest) -> PlanFrontier:
@@ -174,6 +176,9 @@ def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
 def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
     """The plans for `count` ranks: on every mesh, with every exchange."""
     cluster, samples = request.cluster, request.global_batch_size
+    if request.mesh is not None:
+        yield from _spaces_on(request, request.mesh)
+        return
     sizes = tensor_sizes(cluster, count) if request.split is not None else []
     sizes = [size for size in sizes if samples % (count // size) == 0]
     if samples % count and not sizes:
@@ -190,9 +195,28 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
         yield from _spaces_of(whole, rest, shards=request.shards, exchanges=[*exchanges])
     for size in sizes:
         assert request.split is not None
-        _, *others = tensor_meshes(cluster, count, size)
-        for step in tensor_steps(whole, request.split, size=size, global_batch_size=samples):
+        first, *others = tensor_meshes(cluster, count, size)
+        of_rank = replace(whole, batch_size=samples // (count // size))
+        for step in tensor_steps(of_rank, request.split, mesh=first):
             yield from _spaces_of(step, others, shards=request.shards)
+
+
+def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[_Space]:
+    """The plans on one mesh."""
+    parts = mesh.data_parallel_size
+    if request.global_batch_size % parts:
+        raise ValueError(
+            f"a global batch of {request.global_batch_size} samples cannot be divided evenly over {parts} data ranks; choose a "
+            f"batch size that is a multiple of {parts}"
+        )
+    common = request.graph, request.cluster, request.optimizer, mesh, request.global_batch_size // parts
+    step = TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
+    if not mesh.tensor_axes:
+        yield from _spaces_of(step, (), shards=request.shards)
+        return
+    assert request.split is not None, "a mesh with a tensor axis needs a model that can be split"
+    for split in tensor_steps(step, request.split, mesh=mesh):
+        yield from _spaces_of(split, (), shards=request.shards)
 
 
 def _spaces_of(

@@ -32,17 +32,18 @@ def tensor_meshes(cluster: Cluster, count: int, size: int) -> Iterator[Mesh]:
             yield Mesh((Axis("data_replicate", data // shard, whole), Axis("data_shard", shard, inside), tensor))
 
 
-def tensor_steps(
-    whole: TrainingStep, split: SplitModel, *, size: int, global_batch_size: int
-) -> Iterator[TrainingStep]:
-    """Yield the steps of one rank with a tensor axis of `size`, on the first of `tensor_meshes`.
+def tensor_steps(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> Iterator[TrainingStep]:
+    """Yield the steps of one rank on `mesh`, which has one tensor axis; `whole` is that of a data rank with nothing split.
 
-    `whole` is the step of all ranks without one; `global_batch_size` must be a multiple of the data ranks.
+    Raises ValueError for several tensor axes.
     """
-    count = whole.mesh.size
-    mesh = next(tensor_meshes(whole.cluster, count, size))
-    samples = global_batch_size // mesh.data_parallel_size
-    prices = SplitPrices(whole.cluster, whole.optimizer, Group(size), samples / split.samples)
+    if len(mesh.tensor_axes) > 1:
+        raise ValueError("the search splits along one tensor axis; give a plan that places parameters along several")
+    (axis,) = mesh.tensor_axes
+    size = mesh.shape[axis]
+    prices = SplitPrices(
+        whole.cluster, whole.optimizer, Group(size, mesh.stride([axis])), whole.batch_size / split.samples
+    )
     blocks = [block.name for block in whole.graph.blocks]
     for candidate in split.candidates(prices):
         local = split.local_graph(candidate, size)
@@ -51,7 +52,6 @@ def tensor_steps(
                 whole,
                 graph=local,
                 mesh=mesh,
-                batch_size=samples,
                 optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
                 exchange=None,
                 split=candidate.by_block(blocks),

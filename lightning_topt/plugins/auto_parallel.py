@@ -67,7 +67,8 @@ class AutoParallelStrategy(DataRanks):
         objective: ``"time"`` (fastest step within the limit) or ``"memory"`` (least memory). None: time, where it can be
             planned.
         plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or the name of a uniform plan:
-            ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, each also with ``"+recompute"``.
+            ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"tensor"``, each also with ``"+recompute"``. A mapping such as
+            ``{"mesh": {"data": 2, "tensor": 4}}`` searches on that mesh. Ranks along a tensor axis get the same samples.
         cluster: a `Cluster`, its YAML file, or a mapping; None measures the one it runs on (about two seconds, the first
             time).
         memory_margin: share by which a prediction must stay below the limit, for what the cost model does not see.

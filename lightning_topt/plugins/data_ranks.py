@@ -15,17 +15,20 @@ from typing_extensions import override
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.engine_checkpoints import EngineCheckpoints
+from lightning_topt.plugins.read_options import GivenPlan, MeshPlan
 
 
 class DataRanks(EngineCheckpoints):
     """A strategy whose mesh may have tensor axes: `_known_mesh` as soon as the plan is given, before there is an engine."""
 
-    _given_plan: Any = None
+    _given_plan: GivenPlan | None = None
     _metrics: tuple[Metric, ...] = ()
 
     @property
     def _known_mesh(self) -> Mesh | None:
         plan = self.parallel_plan or self._given_plan
+        if isinstance(plan, MeshPlan):
+            return plan.mesh(self.world_size, num_nodes=self.num_nodes)
         return plan.mesh if isinstance(plan, ParallelPlan) else None
 
     @property

@@ -11,7 +11,7 @@ from lightning_topt.costs.calibrate import device_memory_bytes
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import AllowedExchanges
-from lightning_topt.plugins.read_options import UniformPlan
+from lightning_topt.plugins.read_options import GivenPlan, MeshPlan, UniformPlan
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PlanRequest:
     memory_limit: float | None = None
     objective: str = "time"
     objective_given: bool = False
-    plan: ParallelPlan | UniformPlan | None = None
+    plan: GivenPlan | None = None
     cluster: Cluster | None = None
     memory_margin: float = 0.05
     only_replicated: bool = False
@@ -55,7 +55,7 @@ class PlanRequest:
     def needs_batch(self, module: pl.LightningModule) -> bool:
         """Return whether the plan depends on how `module` takes a training step."""
         by_name = isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
-        return module.automatic_optimization and (self.plan is None or by_name)
+        return module.automatic_optimization and (self.plan is None or by_name or isinstance(self.plan, MeshPlan))
 
     def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:
         """Return whether plain DDP, which starts with whole gradients, may be more than is allowed or more than `device`
@@ -65,7 +65,7 @@ class PlanRequest:
             return False
         given = self.plan
         if given is not None:
-            return given.shards_gradients if isinstance(given, UniformPlan) else not given.keeps_gradients_whole
+            return not given.keeps_gradients_whole if isinstance(given, ParallelPlan) else given.shards_gradients
         # Parameters, gradients, two moments.
         return self.memory_limit is not None or 4 * _parameter_bytes(module) > device_memory_bytes(device)
 

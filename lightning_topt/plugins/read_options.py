@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.basics.units import parse_bytes
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import shown
-from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
+from lightning_topt.graph.mesh_axes import DATA_AXES, Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
@@ -53,10 +53,58 @@ class UniformPlan:
         return preset_plan(self.preset, mesh=mesh, blocks=names, recompute=again)
 
 
-def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None) -> ParallelPlan | UniformPlan | None:
+@dataclass(frozen=True)
+class MeshPlan:
+    """The best plan on a given mesh; or, with `preset`, the one that splits most and stores everything as
+    ``ddp`` does.
+
+    `sizes` has the axes by name, outermost first; None: one tensor axis over all ranks.
+    """
+
+    sizes: tuple[tuple[str, int], ...] | None = None
+    preset: bool = False
+    recompute: bool = False
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether ranks may hold parts of gradients."""
+        return True
+
+    def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
+        """Return the mesh. Raises PlanError where it is not one of `world_size` ranks."""
+        sizes = (("tensor", world_size),) if self.sizes is None else self.sizes
+        mesh = Mesh(tuple(Axis(name, size) for name, size in sizes))
+        if mesh.size != world_size:
+            axes = " x ".join(f"{name} {size}" for name, size in sizes)
+            raise PlanError(
+                f"the mesh {axes} has {mesh.size} ranks, and this run has {world_size}: their product must be that"
+            )
+        per_node = world_size // num_nodes
+        spans = (mesh.stride([axis]) * mesh.shape[axis] for axis in range(len(sizes)))
+        scopes = ("intra" if span <= per_node and per_node % span == 0 else "inter" for span in spans)
+        return Mesh(tuple(replace(axis, scope=scope) for axis, scope in zip(mesh.axes, scopes, strict=True)))
+
+
+GivenPlan = ParallelPlan | UniformPlan | MeshPlan
+
+
+def _mesh_plan(sizes: Any) -> MeshPlan:
+    if not isinstance(sizes, Mapping) or not sizes:
+        raise PlanError(f"mesh maps the names of axes to sizes, such as {{'data': 2, 'tensor': 4}}; got {shown(sizes)}")
+    known = (*DATA_AXES, "tensor")
+    if unknown := [name for name in sizes if name not in known]:
+        raise PlanError(f"the mesh has an axis {shown(unknown[0])}; axes that can be searched are {', '.join(known)}")
+    for name, size in sizes.items():
+        check_whole(size, name=f"the size of axis {name!r}")
+    return MeshPlan(tuple(sizes.items()))
+
+
+def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None) -> GivenPlan | None:
     """Return a plan from any of the forms that users may give it in. Raises PlanError."""
     if plan is None or isinstance(plan, ParallelPlan):
         return plan
+    if isinstance(plan, Mapping) and set(plan) == {"mesh"} and isinstance(plan["mesh"], Mapping):
+        return _mesh_plan(plan["mesh"])
     if isinstance(plan, Mapping):
         return ParallelPlan.from_dict(plan)
     if not isinstance(plan, str | Path):
@@ -64,16 +112,20 @@ def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None)
     name, _, suffix = str(plan).partition("+")
     if name in PRESETS and suffix in ("", "recompute"):
         return UniformPlan(PRESETS[name], suffix == "recompute")
+    if name == "tensor" and suffix in ("", "recompute"):
+        return MeshPlan(preset=True, recompute=suffix == "recompute")
     if not os.path.lexists(plan):
         raise PlanError(
-            f"plan={shown(str(plan))} is neither a file nor one of {sorted(PRESETS)} (or with '+recompute')"
+            f"plan={shown(str(plan))} is neither a file nor one of {sorted([*PRESETS, 'tensor'])} (or with '+recompute')"
         )
     return ParallelPlan.load(plan)
 
 
-def check_given_plan(plan: ParallelPlan | UniformPlan | None, *, checkpoint: str) -> ParallelPlan | UniformPlan | None:
+def check_given_plan(plan: GivenPlan | None, *, checkpoint: str) -> GivenPlan | None:
     """Return `plan`. Raises PlanError for one with tensor axes where checkpoints are folders of shards."""
-    if isinstance(plan, ParallelPlan) and plan.mesh.tensor_axes and checkpoint == "sharded":
+    axes = isinstance(plan, ParallelPlan) and plan.mesh.tensor_axes
+    asked = isinstance(plan, MeshPlan) and (plan.sizes is None or "tensor" in dict(plan.sizes))
+    if (axes or asked) and checkpoint == "sharded":
         raise PlanError('checkpoint="sharded" does not know tensor axes: use checkpoint="full", which any plan loads')
     return plan
 

@@ -33,8 +33,10 @@ from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run, exch
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning, optimizers_of
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
-from lightning_topt.plugins.read_options import UniformPlan
+from lightning_topt.plugins.read_options import MeshPlan, UniformPlan
 from lightning_topt.plugins.whole_parameters import why_whole
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 
 _SEARCH_SECONDS = 3.0  # a fit waits for it
 
@@ -56,6 +58,8 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         return plain, None, "ddp: manual optimization"
     given = request.plan
     mesh = data_mesh(world_size)
+    if isinstance(given, MeshPlan):
+        return *search_mesh(request, trainer, batch, given), "given"
     if isinstance(given, UniformPlan):
         mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
         given = given if request.needs_batch(module) else preset_plan(given.preset, mesh=mesh)
@@ -82,10 +86,11 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         return plain, None, f"ddp: {reason}"
 
 
-def capture_on_ranks(trainer: pl.Trainer, batch: Any) -> OpGraph:
+def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: FunctionTrace | None = None) -> OpGraph:
     """Return the graph of rank 0's step: on fake tensors, or on real ones by all ranks where it depends on values.
 
-    A collective call. Raises what the last attempt raised.
+    A collective call. On rank 0 `trace` gets the calls of torch functions; the step must not depend on values then. Raises
+    what the last attempt raised.
     """
 
     def on(*, real: bool) -> OpGraph:
@@ -98,13 +103,14 @@ def capture_on_ranks(trainer: pl.Trainer, batch: Any) -> OpGraph:
                 real=real,
                 forward_context=trainer.precision_plugin.forward_context,
                 device=trainer.strategy.root_device.type,
+                adapt=None if trace is None else trace.of,
             )
 
     def on_fake_tensors() -> OpGraph | str:
         try:
             return on(real=False)
         except Exception as error:
-            if not may_need_values(error):
+            if trace is not None or not may_need_values(error):
                 raise
             return str(error)
 
@@ -143,6 +149,63 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
     plan = ParallelPlan.from_dict(on_rank_0(search))
     rank_zero_info(f"topt: {plan.summary()}. {plan.reason}")
     return plan, planning
+
+
+def search_mesh(
+    request: PlanRequest, trainer: pl.Trainer, batch: Any, given: MeshPlan
+) -> tuple[ParallelPlan, Planning | None]:
+    """Return the best plan on a given mesh, and on rank 0 what was searched. A collective call."""
+    mesh, trace = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes), FunctionTrace()
+    graph = capture_on_ranks(trainer, batch, trace=trace)
+    reason = on_every_rank(lambda: _needs_whole_parameters(request, trainer, graph))
+    if reason is not None and mesh.tensor_axes:
+        raise PlanError(f"a mesh with tensor axes splits parameters, but {reason}; choose one without")
+    profile, cluster, kernel_seconds = _costs(request, trainer, graph)
+    planning: Planning | None = None
+
+    def search() -> dict[str, Any]:
+        nonlocal planning
+        frontier = search_plans(
+            SearchRequest(
+                graph,
+                cluster,
+                profile,
+                device_counts=(mesh.size,),
+                global_batch_size=graph.batch_size * mesh.data_parallel_size,
+                shards=reason is None and not given.preset,
+                kernel_seconds=kernel_seconds or {},
+                returns_memory=request.saves_memory or given.recompute,
+                max_seconds=_SEARCH_SECONDS,
+                split=SplitModel(
+                    trainer.lightning_module,
+                    batch,
+                    graph,
+                    trace,
+                    forward_context=trainer.precision_plugin.forward_context,
+                    device=trainer.strategy.root_device.type,
+                ),
+                mesh=mesh,
+            )
+        )
+        if not frontier.candidates:
+            raise PlanError(
+                "nothing of this model can be split over these ranks: its layers do not divide, or its code cannot run on "
+                "slices; choose another number of ranks or another plan"
+            )
+        point = _preset_of(given, frontier) if given.preset else choose_for(request, frontier, cluster)
+        planning = Planning(frontier, point, graph)
+        return planning.chosen.plan.to_dict()
+
+    plan = ParallelPlan.from_dict(on_rank_0(search))
+    rank_zero_info(f"topt: {plan.summary()}. {plan.reason}")
+    return plan, planning
+
+
+def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
+    """The uniform plan that splits most, and recomputes all that it can or nothing."""
+    again = [(sum(block.config.recompute for block in point.plan.blocks), point) for point in frontier.uniform]
+    wanted = max(count for count, _ in again) if given.recompute else 0
+    return min((point for count, point in again if count == wanted), key=lambda point: point.peak_bytes)
 
 
 def _costs(

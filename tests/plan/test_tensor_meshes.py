@@ -52,8 +52,8 @@ def test_a_step_has_slices_of_parameters_their_state_and_the_samples_of_a_data_r
 ) -> None:
     request = request_of_gpt
     assert request.split is not None
-    whole = TrainingStep(request.graph, NODES, request.optimizer, data_mesh(8, scope="inter"), 2)
-    for step in tensor_steps(whole, request.split, size=4, global_batch_size=16):
+    whole = TrainingStep(request.graph, NODES, request.optimizer, data_mesh(8, scope="inter"), 8)
+    for step in tensor_steps(whole, request.split, mesh=next(tensor_meshes(NODES, 8, 4))):
         assert step.mesh.shape == (2, 4)
         assert step.batch_size == 8
         counts = {
@@ -73,7 +73,7 @@ def test_a_plan_places_parameters_along_all_axes(request_of_gpt: SearchRequest) 
     request = request_of_gpt
     assert request.split is not None
     whole = TrainingStep(request.graph, NODES, request.optimizer, data_mesh(8, scope="inter"), 2)
-    step = next(tensor_steps(whole, request.split, size=2, global_batch_size=16))
+    step = next(tensor_steps(whole, request.split, mesh=next(tensor_meshes(NODES, 8, 2))))
     *_, hybrid = tensor_meshes(NODES, 8, 2)
     placed = placed_parameters(replace(step, mesh=hybrid))
     assert dict(placed["blocks.1"])["project.weight"] == (Replicate(), Replicate(), Shard(1))

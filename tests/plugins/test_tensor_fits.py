@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import PlanError
+from lightning_topt.plugins.read_options import MeshPlan, read_plan_option
 from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks, topt_trainer
 
 
@@ -125,6 +126,48 @@ def test_any_checkpoint_goes_on_under_a_plan_with_tensor_axes(tmp_path: Path) ->
     losses = one_process(tmp_path)[0]
     for own in on_ranks(resumed, tmp_path):
         assert own == pytest.approx(losses[len(losses) // 2 :], rel=1e-4)
+
+
+def found(rank: int, given: Any) -> Any:
+    torch.manual_seed(rank)
+    trainer, module = topt_trainer(given, max_epochs=2, gradient_clip_val=0.5), Counted()
+    mesh = read_plan_option(given)
+    assert isinstance(mesh, MeshPlan)
+    parts = mesh.mesh(trainer.world_size, num_nodes=1).data_parallel_size
+    trainer.fit(module, loader(8 // parts), loader(8 // parts, length=16))
+    return module.losses, trainer.strategy.parallel_plan.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"), [("tensor+recompute", 2), ({"mesh": {"data": 2, "tensor": 2}}, 4), ({"mesh": {"data": 2}}, 2)]
+)
+def test_splits_are_found_where_only_the_mesh_is_given(given: Any, ranks: int, tmp_path: Path) -> None:
+    losses = one_process(tmp_path)[0]
+    for own_losses, plan_of in on_ranks(found, given, world_size=ranks):
+        assert own_losses == pytest.approx(losses, rel=1e-3)
+        blocks = {block["block"]: block for block in plan_of["stages"][0]["blocks"]}
+        if given == "tensor+recompute":  # the preset splits all that it can
+            split = blocks["blocks.1"]["computes"]["parameters"]
+            assert "shard(0)" in str(split["up.weight"]) and "shard(1)" in str(split["down.weight"])
+        assert blocks["blocks.0"]["recompute"] == ("recompute" in str(given))
+
+
+def too_many(rank: int) -> str:
+    with pytest.raises(PlanError) as caught:
+        topt_trainer({"mesh": {"data": 2, "tensor": 2}}).fit(Counted(), loader(4))
+    return str(caught.value)
+
+
+def test_meshes_that_cannot_be_are_named() -> None:
+    assert all("has 4 ranks, and this run has 2" in sentence for sentence in on_ranks(too_many))
+    for mesh, words in (
+        ({"time": 2}, "axis 'time'"),
+        ({}, "maps the names"),
+        ({"data": 0}, "at least 1"),
+        ({"data": "2"}, "data"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            AutoParallelStrategy(plan={"mesh": mesh})
 
 
 def test_folders_of_shards_are_refused() -> None:

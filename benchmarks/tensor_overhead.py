@@ -101,7 +101,7 @@ def measure(rank: int, store: str, args: argparse.Namespace) -> None:
         hand = nn.Sequential(*(LayerByHand(width, axes) for _ in range(args.layers)))
         names = dict(ours.named_parameters())
         placements = {name: (PLACEMENTS.get(name.split(".", 1)[1], Replicate()),) for name in names}
-        split_parameters(names, placements, axes)
+        split_parameters(ours, placements, axes)
         mode, x = SplitMode(axes), torch.randn(args.batch, args.steps, width)
 
         def split_step(ours: nn.Module = ours, mode: SplitMode = mode, x: Tensor = x) -> None:

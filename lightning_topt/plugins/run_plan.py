@@ -197,7 +197,7 @@ def search_mesh(
         return planning.chosen.plan.to_dict()
 
     plan = ParallelPlan.from_dict(on_rank_0(search))
-    rank_zero_info(f"topt: {plan.summary()}. {plan.reason}")
+    rank_zero_info(f"topt: {plan.summary()}. {plan.reason}".strip())
     return plan, planning
 
 

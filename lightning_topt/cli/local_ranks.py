@@ -32,8 +32,13 @@ def run_on_ranks(function: Measured[T], *arguments: Any, accelerator: str, devic
         start: Any = mp.start_processes  # type: ignore[attr-defined]
         # CUDA cannot be used in a forked process, nor, in its builds of torch, autograd once this process has used it (for the
         # capture); on the CPU forking saves seconds of imports.
-        start_method = "fork" if kind == "cpu" and not torch.backends.cuda.is_built() else "spawn"
-        start(_rank, args=(function, kind, devices, folder, arguments), nprocs=devices, start_method=start_method)
+        fork = kind == "cpu" and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+        start(
+            _rank,
+            args=(function, kind, devices, folder, arguments),
+            nprocs=devices,
+            start_method="fork" if fork else "spawn",
+        )
         result: T = pickle.loads((Path(folder) / "result").read_bytes())
         return result
 

@@ -23,7 +23,7 @@ from lightning_topt.execution.memory_meter import release_free_memory
 from lightning_topt.execution.mesh import check_world_size
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.capture import capture, may_need_values
-from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.graph.mesh_axes import Mesh, data_mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
@@ -123,8 +123,18 @@ def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: FunctionTrace | 
     return graph
 
 
-def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[ParallelPlan, Planning | None]:
+def _search(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    graph: OpGraph,
+    *,
+    given: MeshPlan | None = None,
+    mesh: Mesh | None = None,
+    split: SplitModel | None = None,
+) -> tuple[ParallelPlan, Planning | None]:
+    """Return the best plan, on `given`'s `mesh` only if there is one, and on rank 0 what was searched. A collective call."""
     profile, cluster, kernel_seconds = _costs(request, trainer, graph)
+    preset, ranks = given is not None and given.preset, dist.get_world_size()
     planning: Planning | None = None
 
     def search() -> dict[str, Any]:
@@ -134,20 +144,28 @@ def _search(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> tuple[
                 graph,
                 cluster,
                 profile,
-                device_counts=(dist.get_world_size(),),
-                global_batch_size=graph.batch_size * dist.get_world_size(),
-                shards=_needs_whole_parameters(request, trainer, graph) is None,
-                exchanges=exchanges_of_run(request.allowed, trainer),
+                device_counts=(ranks,),
+                global_batch_size=graph.batch_size * (ranks if mesh is None else mesh.data_parallel_size),
+                shards=not preset and _needs_whole_parameters(request, trainer, graph) is None,
+                exchanges=exchanges_of_run(request.allowed, trainer) if mesh is None else (),
                 kernel_seconds=kernel_seconds or {},
-                returns_memory=request.saves_memory,
+                returns_memory=request.saves_memory or (given is not None and given.recompute),
                 max_seconds=_SEARCH_SECONDS,
+                split=split,
+                mesh=mesh,
             )
         )
-        planning = Planning(frontier, choose_for(request, frontier, cluster), graph)
+        if not frontier.candidates:
+            raise PlanError(
+                "nothing of this model can be split over these ranks: its layers do not divide, or its code cannot run on "
+                "slices; choose another number of ranks or another plan"
+            )
+        chosen = _preset_of(given, frontier) if given and given.preset else choose_for(request, frontier, cluster)
+        planning = Planning(frontier, chosen, graph)
         return planning.chosen.plan.to_dict()
 
     plan = ParallelPlan.from_dict(on_rank_0(search))
-    rank_zero_info(f"topt: {plan.summary()}. {plan.reason}")
+    rank_zero_info(f"topt: {plan.summary()}. {plan.reason}".strip())
     return plan, planning
 
 
@@ -160,45 +178,15 @@ def search_mesh(
     reason = on_every_rank(lambda: _needs_whole_parameters(request, trainer, graph))
     if reason is not None and mesh.tensor_axes:
         raise PlanError(f"a mesh with tensor axes splits parameters, but {reason}; choose one without")
-    profile, cluster, kernel_seconds = _costs(request, trainer, graph)
-    planning: Planning | None = None
-
-    def search() -> dict[str, Any]:
-        nonlocal planning
-        frontier = search_plans(
-            SearchRequest(
-                graph,
-                cluster,
-                profile,
-                device_counts=(mesh.size,),
-                global_batch_size=graph.batch_size * mesh.data_parallel_size,
-                shards=reason is None and not given.preset,
-                kernel_seconds=kernel_seconds or {},
-                returns_memory=request.saves_memory or given.recompute,
-                max_seconds=_SEARCH_SECONDS,
-                split=SplitModel(
-                    trainer.lightning_module,
-                    batch,
-                    graph,
-                    trace,
-                    forward_context=trainer.precision_plugin.forward_context,
-                    device=trainer.strategy.root_device.type,
-                ),
-                mesh=mesh,
-            )
-        )
-        if not frontier.candidates:
-            raise PlanError(
-                "nothing of this model can be split over these ranks: its layers do not divide, or its code cannot run on "
-                "slices; choose another number of ranks or another plan"
-            )
-        point = _preset_of(given, frontier) if given.preset else choose_for(request, frontier, cluster)
-        planning = Planning(frontier, point, graph)
-        return planning.chosen.plan.to_dict()
-
-    plan = ParallelPlan.from_dict(on_rank_0(search))
-    rank_zero_info(f"topt: {plan.summary()}. {plan.reason}".strip())
-    return plan, planning
+    split = SplitModel(
+        trainer.lightning_module,
+        batch,
+        graph,
+        trace,
+        forward_context=trainer.precision_plugin.forward_context,
+        device=trainer.strategy.root_device.type,
+    )
+    return _search(request, trainer, graph, given=given, mesh=mesh, split=split)
 
 
 def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:

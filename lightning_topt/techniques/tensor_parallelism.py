@@ -8,6 +8,7 @@ captured as a step of its own: operators, memory and collectives of split blocks
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ class TensorParallelism(Technique):
         }
         mode = SplitMode(axes)
         wrapped = _wrap(model, mode, split)
-        model.before_block = mode.whole
+        model.before_block = mode.whole  # FSDP2's hooks make new tensors of what passes
 
         def undo() -> None:
             for module in wrapped:
@@ -124,9 +125,9 @@ def split_placements(configs: Mapping[str, OpConfig], mesh: Mesh) -> dict[str, P
 class _SplitForward:
     """A module's forward in the mode, whoever calls it: a step, a hook of the user, or backward, to recompute it."""
 
-    def __init__(self, module: nn.Module, mode: SplitMode, layouts: Mapping[str, Layout], *, is_block: bool) -> None:
+    def __init__(self, module: nn.Module, mode: SplitMode, layouts: Mapping[str, Layout], *, is_repeated: bool) -> None:
         self.forward, self.mode, self.own = module.forward, mode, module._parameters
-        self.layouts, self.is_block = layouts, is_block
+        self.layouts, self.is_repeated = layouts, is_repeated
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name, layout in self.layouts.items():
@@ -134,23 +135,28 @@ class _SplitForward:
             if parameter is not None and layout_of(parameter) is None:
                 with_layout(parameter, layout)  # gathered by FSDP2, which put it there
         with self.mode.on():
-            if not self.is_block:
-                return self.forward(*args, **kwargs)
-            args, kwargs = self.mode.whole(args), self.mode.whole(kwargs)
-            return self.mode.whole(self.forward(*args, **kwargs))
+            if self.is_repeated:
+                return self.mode.between_whole(self.forward, args, kwargs)
+            return self.forward(*args, **kwargs)
 
 
 def _wrap(model: ParallelModel, mode: SplitMode, split: Sequence[SplitParameter]) -> list[nn.Module]:
-    """Wrap the modules that hold slices. Between blocks tensors are whole: costs count on it, and FSDP2's hooks make new
-    tensors of what passes.
+    """Wrap the modules that hold slices. What enters and leaves blocks that are there several times is whole, as the search
+    has it, which looks at one of them.
     """
     layouts = {one.slice: one.how.layout for one in split}
-    blocks = {model.module.get_submodule(name) for name in model.configs if name}
+    blocks = [model.module.get_submodule(name) for name in model.configs if name]
+    count = Counter(map(_structure, blocks))
+    repeated = {block for block in blocks if count[_structure(block)] > 1}
     wrapped = [module for module in model.module.modules() if any(p in layouts for p in module.parameters())]
     for module in wrapped:
         own = {name: layouts[p] for name, p in module._parameters.items() if p in layouts}
-        module.forward = _SplitForward(module, mode, own, is_block=module in blocks)
+        module.forward = _SplitForward(module, mode, own, is_repeated=module in repeated)
     return wrapped
+
+
+def _structure(block: nn.Module) -> tuple[Any, ...]:
+    return type(block), *((name, parameter.shape) for name, parameter in block.named_parameters())
 
 
 def _unwrap(module: nn.Module) -> None:

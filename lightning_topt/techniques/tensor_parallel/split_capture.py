@@ -7,7 +7,8 @@ local = capture_split(module, batch, like=graph, trace=trace, placements=..., ax
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,8 @@ def capture_split(
     Raises ValueError where a parameter cannot be cut so, and where the split step makes something else than the whole one:
     what code of the user made of a tensor was lost sight of; the message names the module. Else as `capture`.
     """
-    run = _SplitRun(placements, axes)
+    groups = Counter(block.group for block in like.blocks)
+    run = _SplitRun(placements, axes, {block.name for block in like.blocks if groups[block.group] > 1})
     options = {"second_batch": second_batch, "batch_scaling": like.batch_scaling, "forward_context": forward_context}
     try:
         graph = capture(module, batch, **options, device=device, adapt=run.of, like=like)  # type: ignore[arg-type]
@@ -71,21 +73,23 @@ class _SplitRun:
     `under_way` those that have not ended.
     """
 
-    def __init__(self, placements: Mapping[str, Placements], axes: TensorAxes) -> None:
-        self.placements, self.axes = placements, axes
+    def __init__(self, placements: Mapping[str, Placements], axes: TensorAxes, repeated: Collection[str]) -> None:
+        self.placements, self.axes, self.repeated = placements, axes, repeated
         self.results: Results = []
         self.under_way: list[str] = []
 
     def of(self, module: nn.Module) -> SplitMode:
         """Split `module` and return the context around its forward."""
-        self.results, self.under_way = [], []
+        self.results, self.under_way, mode = [], [], SplitMode(self.axes)
         for name, parameter in module.named_parameters():
             _split(name, parameter, self.placements.get(name, ()), self.axes)
         for path, submodule in module.named_modules():
             if path:
                 submodule.register_forward_pre_hook(partial(self._begin, path))
                 submodule.register_forward_hook(partial(self._end, path))
-        return SplitMode(self.axes)
+            if path in self.repeated:  # as in the run
+                submodule.forward = partial(_between_whole, mode, submodule.forward)
+        return mode
 
     def _begin(self, path: str, module: nn.Module, args: Any) -> None:
         self.under_way.append(path)
@@ -94,6 +98,10 @@ class _SplitRun:
         while self.under_way and self.under_way.pop() != path:
             pass
         self.results.append((path, tuple(tuple(tensor.shape) for tensor in tensors_in(output))))
+
+
+def _between_whole(mode: SplitMode, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return mode.between_whole(forward, args, kwargs)
 
 
 def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: TensorAxes) -> None:

@@ -100,6 +100,10 @@ class SplitMode(PythonFunctionMode):
             return tree_map(lambda leaf: self.whole(leaf) if isinstance(leaf, Tensor) else leaf, value)
         return value
 
+    def between_whole(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `forward` returns, with whole tensors given to it and made of its results."""
+        return self.whole(forward(*self.whole(args), **self.whole(kwargs)))
+
     @property
     def is_on(self) -> bool:
         """Whether calls are seen here."""

@@ -98,7 +98,7 @@ class Hidden(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)

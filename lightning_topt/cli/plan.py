@@ -30,7 +30,7 @@ from lightning_topt.plan.report import print_table, save_html, save_png
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.planning import Planning, make_fake_optimizers
 from lightning_topt.plugins.read_options import read_device_counts
-from lightning_topt.plugins.run_plan import choose_for
+from lightning_topt.plugins.searched_plan import choose_for
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,213 @@
+"""A plan is searched by all ranks together: rank 0 captures and searches, all of them measure."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.measurements import Measurements
+from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.execution.memory_meter import release_free_memory
+from lightning_topt.graph.capture import capture, may_need_values
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.tensor_meshes import tensor_steps
+from lightning_topt.plugins.allowed_exchanges import exchanges_of_run
+from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.planning import Planning, optimizers_of
+from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
+from lightning_topt.plugins.read_options import MeshPlan
+from lightning_topt.plugins.whole_parameters import why_whole
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+
+_SEARCH_SECONDS = 3.0  # a fit waits for it
+
+
+def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: FunctionTrace | None = None) -> OpGraph:
+    """Return the graph of rank 0's step: on fake tensors, or on real ones by all ranks where it depends on values.
+
+    A collective call. On rank 0 `trace` gets the calls of torch functions; the step must not depend on values then. Raises
+    what the last attempt raised.
+    """
+
+    def on(*, real: bool) -> OpGraph:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")  # all of it comes again in the step itself
+            return capture(
+                trainer.lightning_module,
+                batch,
+                batch_scaling=False,
+                real=real,
+                forward_context=trainer.precision_plugin.forward_context,
+                device=trainer.strategy.root_device.type,
+                adapt=None if trace is None else trace.of,
+            )
+
+    def on_fake_tensors() -> OpGraph | str:
+        try:
+            return on(real=False)
+        except Exception as error:
+            if trace is not None or not may_need_values(error):
+                raise
+            return str(error)
+
+    graph = on_rank_0(on_fake_tensors)
+    if isinstance(graph, str):
+        own = on_every_rank(lambda: on(real=True))
+        release_free_memory()
+        graph = on_rank_0(lambda: own)
+    assert isinstance(graph, OpGraph)
+    return graph
+
+
+def search_all(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    graph: OpGraph,
+    *,
+    given: MeshPlan | None = None,
+    mesh: Mesh | None = None,
+    split: SplitModel | None = None,
+) -> tuple[ParallelPlan, Planning | None]:
+    """Return the best plan, on `given`'s `mesh` only if there is one, and on rank 0 what was searched. A collective call."""
+
+    def local_graphs(profile: OptimizerProfile, cluster: Cluster) -> list[OpGraph]:
+        if split is None or mesh is None or not mesh.tensor_axes:
+            return []
+        step = TrainingStep(graph, cluster, profile, mesh, graph.batch_size)
+        return [local.graph for local in tensor_steps(step, split, mesh=mesh)]
+
+    profile, cluster, kernel_seconds = _costs(request, trainer, graph, local_graphs)
+    preset, ranks = given is not None and given.preset, dist.get_world_size()
+    planning: Planning | None = None
+
+    def search() -> dict[str, Any]:
+        nonlocal planning
+        frontier = search_plans(
+            SearchRequest(
+                graph,
+                cluster,
+                profile,
+                device_counts=(ranks,),
+                global_batch_size=graph.batch_size * (ranks if mesh is None else mesh.data_parallel_size),
+                shards=not preset and needs_whole_parameters(request, trainer, graph) is None,
+                exchanges=exchanges_of_run(request.allowed, trainer) if mesh is None else (),
+                kernel_seconds=kernel_seconds or {},
+                returns_memory=request.saves_memory or (given is not None and given.recompute),
+                max_seconds=_SEARCH_SECONDS,
+                split=split,
+                mesh=mesh,
+            )
+        )
+        if not frontier.candidates:
+            raise PlanError(
+                "nothing of this model can be split over these ranks: its layers do not divide, or its code cannot run on "
+                "slices; choose another number of ranks or another plan"
+            )
+        chosen = _preset_of(given, frontier) if given and given.preset else choose_for(request, frontier, cluster)
+        planning = Planning(frontier, chosen, graph)
+        return planning.chosen.plan.to_dict()
+
+    plan = ParallelPlan.from_dict(on_rank_0(search))
+    rank_zero_info(f"topt: {plan.summary()}. {plan.reason}".strip())
+    return plan, planning
+
+
+def search_mesh(
+    request: PlanRequest, trainer: pl.Trainer, batch: Any, given: MeshPlan
+) -> tuple[ParallelPlan, Planning | None]:
+    """Return the best plan on a given mesh, and on rank 0 what was searched. A collective call."""
+    mesh, trace = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes), FunctionTrace()
+    graph = capture_on_ranks(trainer, batch, trace=trace)
+    reason = on_every_rank(lambda: needs_whole_parameters(request, trainer, graph))
+    if reason is not None and mesh.tensor_axes:
+        raise PlanError(f"a mesh with tensor axes splits parameters, but {reason}; choose one without")
+    split = SplitModel(
+        trainer.lightning_module,
+        batch,
+        graph,
+        trace,
+        forward_context=trainer.precision_plugin.forward_context,
+        device=trainer.strategy.root_device.type,
+    )
+    return search_all(request, trainer, graph, given=given, mesh=mesh, split=split)
+
+
+def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
+    """The uniform plan that splits most, and recomputes all that it can or nothing."""
+    again = [(sum(block.config.recompute for block in point.plan.blocks), point) for point in frontier.uniform]
+    wanted = max(count for count, _ in again) if given.recompute else 0
+    return min((point for count, point in again if count == wanted), key=lambda point: point.peak_bytes)
+
+
+def _costs(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    graph: OpGraph,
+    local_graphs: Callable[[OptimizerProfile, Cluster], list[OpGraph]],
+) -> tuple[OptimizerProfile, Cluster, Mapping[KernelKey, float] | None]:
+    """Return what the search needs besides the graph, measured unless the cluster is given; of `local_graphs`, on rank 0,
+    too.
+    """
+    device = trainer.strategy.root_device
+    optimizers, named = optimizers_of(trainer)
+    profile = on_every_rank(lambda: read_optimizer(optimizers, named_parameters=named, device_type=device.type))
+    if request.cluster is not None:
+        return profile, request.cluster, None
+    measurements = Measurements.open(device=device, num_nodes=trainer.num_nodes, progress=_progress)
+    seconds = on_every_rank(lambda: measurements.update_seconds(optimizers, named_parameters=named))
+    cluster = on_every_rank(measurements.cluster)
+    profile = dataclasses.replace(profile, seconds_per_element=seconds)
+    kernels: dict[KernelKey, float] = {}
+    for each in (graph, *on_rank_0(lambda: local_graphs(profile, cluster))):
+        kernels |= on_every_rank(partial(measurements.kernel_seconds, each))
+    return profile, cluster, kernels
+
+
+def _progress(line: str) -> None:
+    rank_zero_info(f"topt: {line}")
+
+
+def choose_for(request: PlanRequest, frontier: PlanFrontier, cluster: Cluster) -> PlanPoint:
+    """Return the point of `frontier` that meets `request`; no limit means the memory of a device. Raises NoPlanFitsError."""
+    limit = cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
+    margin = request.memory_margin
+    return choose(frontier.candidates, objective=request.objective, memory_limit=limit, memory_margin=margin)
+
+
+def needs_whole_parameters(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    graph: OpGraph | None = None,
+    *,
+    would_shard: Callable[[str], bool] = lambda _: True,
+) -> str | None:
+    """Why plans that shard the parameters whose name `would_shard` cannot run here, or None."""
+    if request.only_replicated:
+        return "options of DistributedDataParallel were given, and sharded plans do not run it"
+    averaging = (StochasticWeightAveraging, WeightAveraging)
+    if any(isinstance(callback, averaging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        return "weight-averaging callbacks copy whole parameters"
+    if trainer.precision == "16-true":
+        return "16-true keeps no float32 weights to shard"
+    unused = [] if graph is None else [name for name in graph.unused if would_shard(name)]
+    if unused:
+        return f"the step gives {unused[0]} no gradient, which only DistributedDataParallel sees and answers"
+    return why_whole(trainer, would_shard=would_shard)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import debug as tensor_debug
+from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -227,6 +229,19 @@ def rehearse_rank(
         raise CannotRehearseError("the step depends on values of tensors, and fake ones have none") from error
     finally:
         dist.destroy_process_group()
+        forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches: a later mesh of the same shape, of another rank, would be taken for that of the rehearsal."""
+    for name in (
+        "_clear_sharding_prop_cache",
+        "_clear_python_sharding_prop_cache",
+        "_clear_fast_path_sharding_prop_cache",
+    ):
+        if (clear := getattr(tensor_debug, name, None)) is not None:
+            clear()
+    _gen_transform_infos.cache_clear()
 
 
 @contextmanager

@@ -31,12 +31,12 @@ def taken_on_rank(rank: int) -> list[int] | None:
     for size in SIZES:
         whole, local = torch.ones(size // 4), torch.ones(size // 8)
         found = []
-        for _ in range(5):
+        for _ in range(9):  # a busy machine gives memory back late
             dist.barrier()
             before = faults()
             reduce_scatter_into(local, whole)
             found.append(faults() - before)
-        counts.append(sorted(found)[2])
+        counts.append(sorted(found)[4])
     return counts
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from rich.console import Console
 from torch import nn
+from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
 
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster, Device, Link
@@ -480,3 +481,10 @@ def test_many_problems_are_printed_in_part(capsys):
     output = capsys.readouterr().out
     assert output.count("problem:") == 8 and f"and {len(many.problems) - 8} more problems" in output
     assert output.strip().endswith("would not run")
+
+
+def test_a_rehearsal_leaves_no_mesh_behind():
+    plan, module = plan_of("zero3", 4), on_meta()
+    rehearse_rank(plan, module, batch_for(gpt()), optimizers_of=optimizers_of, rank=1)
+    # A later mesh of 4 ranks would be taken for that of rank 1: equal meshes are one key of these caches.
+    assert _get_python_sharding_prop_cache_info().currsize == 0

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Shard as DShard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_topt.execution.observed_step import forget_meshes
 from lightning_topt.graph.op_config import Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel.kinds import Row, tensors_in
 from tests.techniques.tensor_parallel.samples import SAMPLES
@@ -33,6 +34,7 @@ def mesh() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (RANKS,))
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def as_dtensor(placement: Placement) -> Any:

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from rich.console import Console
 from torch import nn
-from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as DTensorShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster, Device, Link
@@ -484,7 +487,13 @@ def test_many_problems_are_printed_in_part(capsys):
 
 
 def test_a_rehearsal_leaves_no_mesh_behind():
-    plan, module = plan_of("zero3", 4), on_meta()
-    rehearse_rank(plan, module, batch_for(gpt()), optimizers_of=optimizers_of, rank=1)
-    # A later mesh of 4 ranks would be taken for that of rank 1: equal meshes are one key of these caches.
-    assert _get_python_sharding_prop_cache_info().currsize == 0
+    """Meshes of equal ranks are one key of DTensor's caches, whichever rank they were made on."""
+    rehearse_rank(plan_of("zero3", 4), on_meta(), batch_for(gpt()), optimizers_of=optimizers_of, rank=1)
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+        shard = DTensor.from_local(torch.zeros(4, 16), mesh, (DTensorShard(0),))
+        for made in (shard.detach(), shard.clone(), torch.zeros_like(shard)):
+            assert [*made.device_mesh.get_coordinate()] == [2]
+    finally:
+        dist.destroy_process_group()

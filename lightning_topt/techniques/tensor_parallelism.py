@@ -29,7 +29,6 @@ from lightning_topt.techniques.tensor_parallel.layout import Layout, layout_of, 
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import (
     SplitParameter,
-    check_split,
     join_parameters,
     split_parameters,
 )
@@ -79,17 +78,9 @@ class TensorParallelism(Technique):
         if not model.mesh.tensor_axes:
             return None
         axes = TensorAxes.with_groups(model.mesh)
-        parameters = dict(model.module.named_parameters(remove_duplicate=False))
-        placements = split_placements(model.configs, model.mesh)
-        for name, along in placements.items():
-            if name not in parameters:
-                raise ValueError(
-                    f"the plan places a parameter {name!r}, and {type(model.module).__name__} has none of that name"
-                )
-            check_split(name, tuple(parameters[name].shape), along, axes)
         _take_over(model.module, model.device)
         _draw_alike(own_group(model.mesh.groups_along(model.mesh.tensor_axes)))
-        split = split_parameters(model.module, placements, axes)
+        split = split_parameters(model.module, split_placements(model.configs, model.mesh), axes)
         new = {one.original: one.slice for one in split}
         model.parameters = {
             block: {name: new.get(parameter, parameter) for name, parameter in named.items()}

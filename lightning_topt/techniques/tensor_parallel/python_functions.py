@@ -26,7 +26,7 @@ _users = 0
 
 
 class PythonFunctionMode(TorchFunctionMode):
-    """A mode that also sees calls of autograd functions and checkpoints; `whole_arguments` says what the former get."""
+    """A mode that also sees calls of autograd functions and checkpoints; the former get `whole` arguments."""
 
     def __enter__(self) -> Any:
         """Watch those calls while any such mode is on."""
@@ -46,8 +46,8 @@ class PythonFunctionMode(TorchFunctionMode):
             torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
             setattr(checkpoint, _GENERATOR, _generator)
 
-    def whole_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments with whole tensors."""
+    def whole(self, value: Any) -> Any:
+        """Return `value` with whole tensors."""
         raise NotImplementedError
 
 
@@ -64,8 +64,7 @@ def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if mode is not None and cls is checkpoint.CheckpointFunction:
         args = (_again_under(mode, args[0], args[2:]), *args[1:])
     elif mode is not None and not cls.__module__.startswith(_OWN) and any(map(layout_of, tensors_in(args))):
-        with torch._C.DisableTorchFunction():
-            args = mode.whole_arguments(args)
+        args = mode.whole(args)
     return _apply.__func__(cls, *args, **kwargs)
 
 

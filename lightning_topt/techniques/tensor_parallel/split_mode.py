@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
-from lightning_topt.graph.op_config import Partial, Placement, Shard
+from lightning_topt.graph.op_config import LAYOUT, Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.attributes import ALIASES, ATTRIBUTES, LOCAL
 from lightning_topt.techniques.tensor_parallel.composites import body_of
@@ -29,7 +29,6 @@ from lightning_topt.techniques.tensor_parallel.python_functions import PythonFun
 from lightning_topt.techniques.tensor_parallel.signatures import call_of, is_in_place, known_of, signature, with_tensors
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
-_LAYOUT = "_topt_layout"
 _MOVED = "_topt_moved"
 _COPIED = "_topt_copied"
 _REFUSED = {  # they give a tensor another storage or shape
@@ -89,6 +88,7 @@ class SplitMode(PythonFunctionMode):
         with nullcontext() if self.is_on else self:
             yield
 
+    @override
     def whole(self, value: Any) -> Any:
         """Return `value`, a tensor or anything that holds tensors, with whole tensors in the place of split ones."""
         if isinstance(value, Tensor):
@@ -115,22 +115,11 @@ class SplitMode(PythonFunctionMode):
     ) -> Any:
         for arg in args if not kwargs else (*args, *kwargs.values()):
             if isinstance(arg, Tensor):
-                if (notes := arg.__dict__) and (_LAYOUT in notes or _COPIED in notes):
+                if (notes := arg.__dict__) and (LAYOUT in notes or _COPIED in notes):
                     return self._on_split(func, args, kwargs or {})
             elif isinstance(arg, list | tuple) and any(layout_of(each) is not None for each in tensors_in(arg)):
                 return self._on_split(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-    @override
-    def whole_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        tensors, whole = list(tensors_in(args)), self._whole.placements
-        enters = (False,) * len(whole)
-        local = [
-            tensor if (layout := layout_of(tensor)) is None else self._move(tensor, layout.placements, whole, enters)
-            for tensor in tensors
-        ]
-        result: tuple[Any, ...] = replaced(args, local, of=Tensor)
-        return result
 
     def _on_split(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (attribute := ATTRIBUTES.get(func)) is not None:
@@ -269,7 +258,7 @@ class SplitMode(PythonFunctionMode):
             if key not in layouts:
                 layouts[key] = self._layout_of(tensor, placements)
             if (known := layouts[key]) is not None:
-                tensor.__dict__[_LAYOUT] = known
+                tensor.__dict__[LAYOUT] = known
             return tensor
         now = [*placements]
         for axis, placement in enumerate(placements):

@@ -83,11 +83,13 @@ def split_parameters(
     """Put this rank's slices in the place of the named parameters of `module`, under all names of a tied one.
 
     The originals, which optimizers and the user's code may hold, lose their memory until `join_parameters`. Raises ValueError
-    as `check_split`, and where two names of one parameter are placed differently.
+    as `check_split`, for a name that `module` does not have, and where two names of one parameter are placed differently.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     found: dict[nn.Parameter, SplitTensor] = {}
     for name, along in placements.items():
+        if name not in parameters:
+            raise ValueError(f"the plan places a parameter {name!r}, and {type(module).__name__} has none of that name")
         parameter = parameters[name]
         check_split(name, tuple(parameter.shape), along, axes)
         how = SplitTensor(Layout(tuple(parameter.shape), along), axes)

@@ -28,11 +28,16 @@ class JobFailed(RuntimeError):
 
 def run_gpt(*, timeout: float = 560, **options: Any) -> dict[str, Any]:
     """Run `gpt_run.py` with ``--key value`` options (None is left out). Raises JobFailed."""
+    return run_script("gpt_run.py", timeout=timeout, **options)
+
+
+def run_script(name: str, *, timeout: float = 560, **options: Any) -> dict[str, Any]:
+    """Run a script of this folder that writes its result as JSON to ``--out``. Raises JobFailed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         arguments = [f"--{k.replace('_', '-')}={v}" for k, v in options.items() if v is not None]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(ROOT / "benchmarks" / "gpt_run.py"), f"--out={out}", *arguments]
+        command = [sys.executable, str(ROOT / "benchmarks" / name), f"--out={out}", *arguments]
         job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
         if job.returncode or not out.exists():
             progress = out.with_suffix(".progress")

@@ -37,8 +37,8 @@ def fake_copy(module: T, *, device: torch.device | str = "cpu") -> tuple[T, Fake
     return copy_module(module, _Fakes(mode, torch.device(device)), fake=True), mode
 
 
-class _Mode(FakeTensorMode):
-    """Knows shapes of kernels that run and that torch 2.13 refuses without memory: products of groups in other than bfloat16."""
+class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Knows the shapes of kernels that torch 2.13 refuses without memory, and runs: products of groups but in bfloat16."""
 
     def dispatch(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:

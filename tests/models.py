@@ -184,3 +184,34 @@ def batch_for(module: L.LightningModule, batch_size: int = 4) -> Any:
     if isinstance(module, DictBatch):
         return {"x": x, "y": torch.randint(0, 3, (batch_size,), generator=generator), "name": "example"}
     return x
+
+
+class Mixture(nn.Module):
+    """A mixture of experts by torch's operators: tokens go to slots of one expert each, as in Shazeer et al., arXiv 1701.06538.
+
+    Weights are (expert, in, out).
+    """
+
+    def __init__(self, how: str, *, width: int = 16, hidden: int = 32, experts: int = 4) -> None:
+        super().__init__()
+        self.how, self.width, self.experts = how, width, experts
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, width, hidden) * 0.1)
+        self.bias = nn.Parameter(torch.zeros(experts, 1, hidden))
+        self.down = nn.Parameter(torch.randn(experts, hidden, width) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.width)
+        value, chosen = self.router(flat).softmax(-1).max(-1)
+        capacity, mask = len(flat) // 2, F.one_hot(chosen, self.experts).float()
+        place = (mask.cumsum(0) - 1) * mask
+        slot = F.one_hot(place.sum(-1).long().clamp(max=capacity - 1), capacity).float()
+        dispatch = (mask * (place < capacity)).unsqueeze(-1) * slot.unsqueeze(1)  # (token, expert, slot)
+        combine = dispatch * value[:, None, None]
+        if self.how == "einsum":
+            inputs = torch.einsum("tec,td->ecd", dispatch, flat)
+            hidden = F.gelu(torch.einsum("ecd,edf->ecf", inputs, self.up) + self.bias)
+            return torch.einsum("tec,ecd->td", combine, torch.einsum("ecf,efd->ecd", hidden, self.down)).view_as(x)
+        inputs = (dispatch.permute(1, 2, 0).reshape(-1, len(flat)) @ flat).view(self.experts, capacity, self.width)
+        out = torch.bmm(F.gelu(torch.bmm(inputs, self.up) + self.bias), self.down)
+        return (combine.flatten(1) @ out.reshape(-1, self.width)).view_as(x)

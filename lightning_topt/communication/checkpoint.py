@@ -2,21 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 State = dict[str, dict[str, Tensor]]  # kind -> parameter name -> tensor
+SIZED = ("residual", "velocity")  # kinds with one element for each of the parameter
+
+
+class Slices(Protocol):
+    """Parameters of which a rank has a slice, by name; what has as many elements as a parameter is cut like it.
+
+    All methods take and give flat tensors; for a parameter that is not cut they give back what they got.
+    """
+
+    @property
+    def uncut(self) -> Collection[str]:
+        """Names of the parameters that are whole, and equal on the ranks that have the slices of the others."""
+
+    def numel(self, name: str, own: int) -> int:
+        """Return the number of elements of the whole parameter, of which this rank has `own`."""
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        """Return the whole of all slices, on every rank. A collective call of the ranks that have them."""
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's slice."""
+
+
+def joined_state(state: State, slices: Slices | None) -> State:
+    """Return the state of whole parameters from that of `slices`. A collective call of the ranks that have them.
+
+    Without what depends on the shape of the slices (the factors of PowerSGD, which start at random again).
+    """
+    if slices is None:
+        return state
+    sized = {kind: tensors for kind, tensors in state.items() if kind in SIZED}
+    return {
+        kind: {name: slices.whole(name, tensors[name]) for name in sorted(tensors)} for kind, tensors in sized.items()
+    }
+
+
+def cut_state(state: State, slices: Slices | None) -> State:
+    """Return the state of this rank's `slices` from that of whole parameters.
+
+    What ranks hold back of an uncut parameter is left out: it is sent whole in each step, so that it stays equal.
+    """
+    if slices is None:
+        return state
+    return {
+        kind: {name: slices.own(name, tensor) for name, tensor in tensors.items() if name not in slices.uncut}
+        for kind, tensors in state.items()
+        if kind in SIZED
+    }
 
 
 def gather_state(state: State, *, senders: Sequence[int], group: dist.ProcessGroup) -> list[State]:
-    """Collective call on `group` (all ranks): on rank 0 the state of each of `senders`, on CPU; [] elsewhere.
+    """Collective call on `group`: on its rank 0 the state of each of `senders` (ranks of it), on CPU; [] elsewhere.
 
     One tensor at a time: no rank but 0 needs memory for it.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     own = [(kind, name, tensor.shape, tensor.dtype) for kind in state for name, tensor in state[kind].items()]
     everyone: list[list[tuple[str, str, torch.Size, torch.dtype]]] = [[] for _ in range(world_size)]
     dist.all_gather_object(everyone, own, group=group)
@@ -28,10 +77,10 @@ def gather_state(state: State, *, senders: Sequence[int], group: dist.ProcessGro
             if rank == 0:
                 tensor = state[kind][name] if sender == 0 else torch.empty(shape, dtype=dtype, device=device)
                 if sender:
-                    dist.recv(tensor, src=sender, group=group)
+                    dist.recv(tensor, group=group, group_src=sender)
                 received.setdefault(kind, {})[name] = tensor.detach().cpu().clone()
             elif rank == sender:
-                dist.send(state[kind][name].contiguous(), dst=0, group=group)
+                dist.send(state[kind][name].contiguous(), group=group, group_dst=0)
         if rank == 0:
             gathered.append(received)
     return gathered
@@ -45,7 +94,7 @@ def own_state(saved: Sequence[State], *, position: int, holders: int, numels: Ma
     """
     for state in saved:
         for kind, tensors in state.items():
-            _check_known(tensors, numels, sized=kind in ("residual", "velocity"))
+            _check_known(tensors, numels, sized=kind in SIZED)
     if len(saved) == holders:
         return saved[position]
     mean: State = {}

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topt.communication.agreement import check_equal_options
-from lightning_topt.communication.checkpoint import gather_state, own_state
+from lightning_topt.communication.checkpoint import Slices, cut_state, gather_state, joined_state, own_state
 from lightning_topt.communication.methods import is_hierarchical
 from lightning_topt.communication.module_exchange import ModuleExchange
 from lightning_topt.communication.options import ExchangeOptions
@@ -45,12 +45,18 @@ class ExchangeStatistics:
 class CompressedExchange:
     """Exchanges the gradients of one DistributedDataParallel module as `options` say; made alike on all ranks.
 
-    `topology` comes from the environment if None. Set `loss_scale` to the GradScaler's scale before each backward pass.
-    Raises ValueError for a world size that is not nodes x ranks per node.
+    `topology` comes from the environment if None. Where it is one of several parts of the run, `slices` says of which
+    parameters these have slices; the state that is saved is of whole parameters. Set `loss_scale` to the
+    GradScaler's scale before each backward pass. Raises ValueError for a world size that is not nodes x ranks per node.
     """
 
     def __init__(
-        self, options: ExchangeOptions, *, topology: Topology | None = None, device: torch.device | None = None
+        self,
+        options: ExchangeOptions,
+        *,
+        topology: Topology | None = None,
+        device: torch.device | None = None,
+        slices: Slices | None = None,
     ) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         # Nobody waits for a lost rank longer than the run allows its collective calls.
@@ -58,8 +64,9 @@ class CompressedExchange:
         self.device = device or torch.device("cpu")
         self.topology = topology or Topology.from_environment(rank=rank, world_size=world_size)
         self.topology.check(world_size)
+        self.slices = slices
         self.loss_scale = 1.0
-        self._name = f"lightning_topt/exchange/{next(_made)}"
+        self._name = f"lightning_topt/exchange/{next(_made)}/{self.topology.part}"
         self._loaded: Mapping[str, Any] | None = None
         self._module: ModuleExchange | None = None
         self._reset_at = (0, 0, 0, 0.0)
@@ -85,6 +92,8 @@ class CompressedExchange:
             device=self.device,
             name=self._name,
             ignored=ddp.parameters_to_ignore,
+            # Another choice of entries in each part would make them differ.
+            exempt=() if self.slices is None else self.slices.uncut,
         )
         ddp.register_comm_hook(state=self, hook=_hook)
         if self._loaded is not None:
@@ -138,24 +147,29 @@ class CompressedExchange:
         """
         module = self._needed()
         module.finish_step()
-        own = module.exchange.state_dict()
-        ranks = gather_state(own, senders=self._holders(), group=module.groups.state)
+        own = joined_state(module.exchange.state_dict(), self.slices)
+        first = not self.topology.part  # all parts have the same
+        ranks = gather_state(own, senders=self._holders(), group=module.groups.state) if first else []
         return {"step": module.step, "method": self.options.method, "ranks": ranks}
 
     def own_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of `state_dict`: its entry of `ranks` as `state`, and which of the `holders` entries that is.
 
-        `position` is None, and `state` empty, where another rank of the node has it.
+        `position` is None, and `state` empty, where another rank of the node, or of another part, has it. Collective
+        where there are slices.
         """
         module, holders = self._needed(), self._holders()
         module.finish_step()
         position = holders.index(self.topology.rank) if self.topology.rank in holders else None
+        state = {} if position is None else joined_state(module.exchange.state_dict(), self.slices)
+        if self.topology.part:
+            position, state = None, {}
         return {
             "step": module.step,
             "method": self.options.method,
             "holders": len(holders),
             "position": position,
-            "state": {} if position is None else module.exchange.state_dict(),
+            "state": state,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -173,7 +187,10 @@ class CompressedExchange:
         holders, rank = self._holders(), self.topology.rank
         position = self.topology.node if len(holders) < self.topology.world_size else rank
         numels = {name: parameter.numel() for name, parameter in self._module.parameters.items()}
-        own = own_state(state["ranks"], position=position, holders=len(holders), numels=numels)
+        if self.slices is not None:
+            numels = {name: self.slices.numel(name, own) for name, own in numels.items()}
+        whole = own_state(state["ranks"], position=position, holders=len(holders), numels=numels)
+        own = cut_state(whole, self.slices)
         self._module.finish_step()
         if own:
             self._module.exchange.load_state_dict(own)

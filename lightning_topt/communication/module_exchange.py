@@ -43,7 +43,7 @@ class _Step:
 class ModuleExchange:
     """Exchanges the gradients of one module. Making one is a collective call; `name` is unused so far and alike on all ranks.
 
-    Parameters named in `ignored` are somebody else's.
+    Parameters named in `ignored` are somebody else's; those in `exempt` are sent whole, whatever `options` say.
 
     Methods are called from the training (autograd) thread, except where they say otherwise.
     """
@@ -57,16 +57,19 @@ class ModuleExchange:
         device: torch.device,
         name: str,
         ignored: Collection[str] = (),
+        exempt: Collection[str] = (),
     ) -> None:
         self.options, self.topology = options, topology
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
         self.names = {id(parameter): n for n, parameter in self.parameters.items()}
-        self.exempt = exempt_names(module, options.exempt if options.method in READ_BY["exempt"] else ())
+        rules = (*options.exempt, *exempt) if options.method in READ_BY["exempt"] else ()
+        self.exempt = exempt_names(module, rules)
         self.groups = make_exchange_groups(options, topology=topology)
         self.exchange = make_bucket_exchange(options, topology=topology, groups=self.groups, device=device)
         self.store = PrefixStore(name, _get_default_store())
         self.streams = make_streams(device)
-        monitor = PeerMonitor(self.store, rank=topology.rank, world_size=topology.world_size)
+        members = topology.members
+        monitor = PeerMonitor(self.store, rank=members[topology.rank], world_size=topology.world_size, members=members)
         self.worker = ExchangeWorker(streams=self.streams, monitor=monitor, timeout_seconds=options.timeout_seconds)
         # Also when the module is dropped and at exit: a thread inside torch while the interpreter ends can abort the process.
         self._finalizer = weakref.finalize(self, _close, self.worker, self.exchange)
@@ -134,7 +137,7 @@ class ModuleExchange:
             step.finite = False
             if self.options.nonfinite == "skip":
                 return bucket.buffer.fill_(torch.nan)
-            ranks = ranks_that(
+            positions = ranks_that(
                 error.own,
                 store=self.store,
                 rank=self.topology.rank,
@@ -142,6 +145,7 @@ class ModuleExchange:
                 key=f"nonfinite/{bucket.step}/{bucket.index}",
                 seconds=self.options.timeout_seconds,
             )
+            ranks = [self.topology.members[position] for position in positions]
             names = bucket.layout.names
             raise FloatingPointError(
                 f"the gradient on rank {', '.join(map(str, ranks))} has NaN or infinities in a bucket of {len(names)} "

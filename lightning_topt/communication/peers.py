@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,8 +25,10 @@ class PeerLostError(RuntimeError):
 class PeerMonitor:
     """Finds out who is gone when a collective fails, on all surviving ranks."""
 
-    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, *, rank: int, world_size: int, members: Sequence[int] | None = None) -> None:
+        """`members` are the ranks that share the store, if not all of `world_size`."""
         self.store, self.rank, self.world_size = store, rank, world_size
+        self.members = range(world_size) if members is None else members
         self.looked = time.monotonic()
         self.reachable = True
 
@@ -65,13 +68,13 @@ class PeerMonitor:
             who = ", ".join(f"rank {rank}" for rank in missing)
             return PeerLostError(f"{who} did not answer in an exchange of gradients; seen by rank {self.rank}: {error}")
         return PeerLostError(
-            f"an exchange of gradients failed on rank {self.rank} although all {self.world_size} ranks are alive: {error}; "
+            f"an exchange of gradients failed on rank {self.rank} although all {len(self.members)} ranks are alive: {error}; "
             "if one is slow, raise timeout_seconds"
         )
 
     def _missing(self, grace_seconds: float) -> list[int]:
         deadline = time.monotonic() + grace_seconds
-        missing = list(range(self.world_size))
+        missing = list(self.members)
         while missing and time.monotonic() < deadline:
             missing = [rank for rank in missing if not self.store.check([f"alive/{rank}"])]
             if missing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,11 +15,17 @@ from lightning_topt.communication.rank_watch import time_limit
 
 @dataclass(frozen=True)
 class Topology:
-    """A topology has `num_nodes` nodes of `ranks_per_node` ranks, numbered node by node; `rank` is this one."""
+    """A topology has `num_nodes` nodes of `ranks_per_node` ranks, numbered node by node; `rank` is this one.
+
+    These are all ranks of the run, or one of several equal `parts` of them, each of which exchanges by itself: then `rank` is
+    the position in this rank's part, which is the one with index `part`.
+    """
 
     num_nodes: int
     ranks_per_node: int
     rank: int
+    parts: tuple[tuple[int, ...], ...] = ()
+    part: int = 0
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.ranks_per_node < 1:
@@ -52,8 +59,25 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """All ranks that exchange with this one, itself among them."""
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Their ranks in the run."""
+        return self.parts[self.part] if self.parts else tuple(range(self.world_size))
+
+    def of_part(self, parts: Sequence[Sequence[int]]) -> Topology:
+        """Return the topology of this rank's part of the run; `parts` are the ranks of each, in order.
+
+        Ranks of a part count as of one node each where its nodes do not have equally many.
+        """
+        own = next(index for index, part in enumerate(parts) if self.rank in part)
+        members = tuple(tuple(part) for part in parts)
+        local = [Counter(rank // self.ranks_per_node for rank in part) for part in members]
+        sizes = {size for of_part in local for size in of_part.values()}
+        nodes, ranks = (len(local[own]), sizes.pop()) if len(sizes) == 1 else (len(members[own]), 1)
+        return Topology(nodes, ranks, members[own].index(self.rank), members, own)
 
     @property
     def node(self) -> int:
@@ -67,7 +91,7 @@ class Topology:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError unless the topology has `world_size` ranks."""
-        if world_size != self.world_size:
+        if world_size != self.world_size * max(1, len(self.parts)):
             raise ValueError(
                 f"the world size is {world_size}, but the topology has {self.num_nodes} nodes x {self.ranks_per_node} ranks "
                 f"= {self.world_size}"
@@ -78,7 +102,7 @@ class Topology:
 class Groups:
     """Process groups of one exchange, one per stage: within a group all works are issued in bucket order on all ranks.
 
-    - ``world``: all ranks; one group per stage of the method (``BucketExchange.num_stages``);
+    - ``world``: all ranks of the topology; one group per stage of the method (``BucketExchange.num_stages``);
     - ``exempt``: all ranks; the packed exempt parameters;
     - ``state``: all ranks; checks, checkpoints: only used while no bucket is in flight;
     - ``across``: the ranks with this local rank, in node order (hierarchical only);
@@ -106,20 +130,16 @@ def own_group(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 def make_groups(topology: Topology, *, num_stages: int, hierarchical: bool, timeout_seconds: float) -> Groups:
     """Collective call: the groups of one exchange, on the backend of the default group."""
     timeout = timedelta(seconds=timeout_seconds)
-    ranks = list(range(topology.world_size))
+    parts, this = [list(part) for part in topology.parts or (topology.members,)], topology.members[topology.rank]
 
-    def world() -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
-        return group
+    def own(groups: list[list[int]]) -> dist.ProcessGroup:
+        made: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
+        return next(group for ranks, group in zip(groups, made, strict=True) if this in ranks)
 
-    def own(parts: list[list[int]]) -> dist.ProcessGroup:
-        groups: list[dist.ProcessGroup] = [dist.new_group(part, timeout=timeout) for part in parts]
-        return next(group for part, group in zip(parts, groups, strict=True) if topology.rank in part)
-
-    stages, exempt, state = tuple(world() for _ in range(num_stages)), world(), world()
+    stages, exempt, state = tuple(own(parts) for _ in range(num_stages)), own(parts), own(parts)
     if not hierarchical:
         return Groups(stages, exempt, state)
     size = topology.ranks_per_node
-    nodes = [ranks[start : start + size] for start in range(0, topology.world_size, size)]
-    across = [ranks[local::size] for local in range(size)]
+    nodes = [ranks[start : start + size] for ranks in parts for start in range(0, topology.world_size, size)]
+    across = [ranks[local::size] for ranks in parts for local in range(size)]
     return Groups(stages, exempt, state, own(across), own(nodes), own(nodes))

@@ -41,6 +41,7 @@ class ExchangeModel:
     graph: OpGraph
     cluster: Cluster
     topology: Topology
+    stride: int = 1  # from one of its ranks to the next
 
     @cached_property
     def work(self) -> dict[str, Work]:
@@ -98,31 +99,33 @@ class ExchangeModel:
     def _group(self, where: str) -> Group:
         topology = self.topology
         groups = {
-            "world": Group(topology.world_size),
-            "node": Group(topology.ranks_per_node),
-            "across": Group(topology.num_nodes, topology.ranks_per_node),
+            "world": Group(topology.world_size, self.stride),
+            "node": Group(topology.ranks_per_node, self.stride),
+            "across": Group(topology.num_nodes, self.stride * topology.ranks_per_node),
         }
         return groups[where]
 
 
 def make_exchange_model(
-    options: ExchangeOptions, *, graph: OpGraph, cluster: Cluster, world_size: int
+    options: ExchangeOptions, *, graph: OpGraph, cluster: Cluster, world_size: int, stride: int = 1
 ) -> ExchangeModel:
-    """Return the model of `options` on `world_size` ranks packed node by node.
+    """Return the model of `options` on `world_size` ranks, every `stride`-th of those that are packed node by node.
 
     Raises ValueError for what is not among `legal_exchanges`.
     """
-    if options not in legal_exchanges(options, cluster=cluster, world_size=world_size):
+    if options not in legal_exchanges(options, cluster=cluster, world_size=world_size, stride=stride):
         raise ValueError(
             f"{world_size} ranks on nodes of {cluster.devices_per_node} devices cannot exchange gradients by {options}: one "
             "rank exchanges none, hierarchical needs several nodes with several ranks each, all equally many, and "
             "method='dense' without it is no exchange of its own"
         )
-    local = _ranks_per_node(cluster, world_size)
-    return ExchangeModel(options, graph, cluster, Topology(world_size // local, local, 0))
+    local = _ranks_per_node(cluster, world_size, stride)
+    return ExchangeModel(options, graph, cluster, Topology(world_size // local, local, 0), stride)
 
 
-def legal_exchanges(options: ExchangeOptions, *, cluster: Cluster, world_size: int) -> tuple[ExchangeOptions, ...]:
+def legal_exchanges(
+    options: ExchangeOptions, *, cluster: Cluster, world_size: int, stride: int = 1
+) -> tuple[ExchangeOptions, ...]:
     """Return what `options` leave open on `world_size` ranks, with `hierarchical` decided; both where it is None.
 
     Hierarchical: on several nodes of several ranks. Dense without it is what DDP does by itself and not among them.
@@ -131,15 +134,15 @@ def legal_exchanges(options: ExchangeOptions, *, cluster: Cluster, world_size: i
         return ()
     if options.method not in READ_BY["hierarchical"]:
         return (options,)
-    local = _ranks_per_node(cluster, world_size)
+    local = _ranks_per_node(cluster, world_size, stride)
     possible = {False: options.method != "dense", True: 1 < local < world_size}
     wanted = (False, True) if options.hierarchical is None else (options.hierarchical,)
     return tuple(replace(options, hierarchical=choice) for choice in wanted if possible[choice])
 
 
-def _ranks_per_node(cluster: Cluster, world_size: int) -> int:
+def _ranks_per_node(cluster: Cluster, world_size: int, stride: int) -> int:
     """1 where nodes do not have equally many ranks: then only the number of ranks counts."""
-    local = min(world_size, cluster.devices_per_node)
+    local = min(world_size, max(cluster.devices_per_node // stride, 1))
     return local if world_size % local == 0 else 1
 
 

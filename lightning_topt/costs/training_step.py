@@ -74,8 +74,9 @@ class TrainingStep:
         """The costs of `exchange`; None for an all-reduce."""
         if self.exchange is None:
             return None
+        ranks, stride = self.mesh.data_parallel_size, self.mesh.stride(self.mesh.data_axes)
         return make_exchange_model(
-            self.exchange, graph=self.graph, cluster=self.cluster, world_size=self.mesh.data_parallel_size
+            self.exchange, graph=self.graph, cluster=self.cluster, world_size=ranks, stride=stride
         )
 
     def parameters(self, block: str) -> list[Parameter]:

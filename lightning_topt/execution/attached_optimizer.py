@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.execution.gathered_state import follow_parameters, gather_parameter_states, place_optimizer_state
 from lightning_topt.execution.sharded_checkpoint import StoredOptimizer
-from lightning_topt.execution.tensor_rows import TensorRows
+from lightning_topt.execution.tensor_chunks import chunks_of, rows_of_tensor
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.local_step import install_local_step
 from lightning_topt.optim.parallel_step import ParallelStep
@@ -67,6 +67,7 @@ class AttachedOptimizer:
         ]
         self._kept: dict[int, State] | None = None  # of sharded parameters, once released or on the host
         self._last: State | None = None  # of an optimizer whose step is shared over slices, once released
+        self._last_own: State | None = None
 
     def full_state(self) -> State:
         """Return the ``state_dict`` of one process on rank 0; other ranks may return a part."""
@@ -90,24 +91,26 @@ class AttachedOptimizer:
 
     def own_state(self) -> State:
         """Return the ``state_dict`` of what this rank keeps: DTensors, whole tensors, and states of its share of parameters."""
+        if self._last_own is not None:
+            return self._last_own
         if hasattr(self.optimizer, "consolidate_state_dict") and self.parallel_step is None:
             return self._plain_state() or {"state": {}, "param_groups": []}
-        own = dict(self._shards())
+        own = {i: self._chunks(i, values) for i, values in self._shards()}
         for index, parameter in enumerate(parameters_of(self.optimizer)):
             if index not in own and parameter in self.optimizer.state:
-                own[index] = dict(self.optimizer.state[parameter])
+                own[index] = self._chunks(index, self.optimizer.state[parameter])
         pieces = {} if self.parallel_step is None else self.parallel_step.own_states()
         assert len({piece.index for piece in pieces}) == len(pieces), "a rank has several pieces of one parameter"
         for piece, values in pieces.items():
-            whole = parameters_of(self.optimizer)[piece.index].shape
-            own[piece.index] = {name: _as_rows(value, piece, whole) for name, value in values.items()}
+            whole, split = parameters_of(self.optimizer)[piece.index].shape, self._split.get(piece.index)
+            own[piece.index] = {name: _as_rows(value, piece, whole, split) for name, value in values.items()}
         return {"state": own, "param_groups": _groups(self.optimizer)}
 
     def rows_to_read(self, index: int) -> range:
         """Return which rows of the state of the parameter with this index this rank keeps; all where it keeps a shard."""
         pieces = [] if self.parallel_step is None else self.parallel_step.current_pieces()
         of_parameter = [piece for piece in pieces if piece.index == index]
-        own = [piece for piece in of_parameter if piece.owner == dist.get_rank()]
+        own = [p for p in of_parameter if self.parallel_step is not None and p.owner == self.parallel_step.rank]
         if not of_parameter:
             return range(num_rows(parameters_of(self.optimizer)[index]))
         return range(own[0].start, own[-1].stop) if own else range(0)
@@ -115,7 +118,7 @@ class AttachedOptimizer:
     def load(self, state: Mapping[str, Any] | StoredOptimizer) -> None:
         """Take over a whole state, each rank its part, or a stored one, of which each rank reads its part."""
         if isinstance(state, StoredOptimizer):
-            state = state.read(parameters_of(self.optimizer), rows=self.rows_to_read)
+            state = state.read(parameters_of(self.optimizer), rows=self.rows_to_read, split=self._split)
         self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state, self._split))
 
     def to_host(self) -> None:
@@ -128,7 +131,10 @@ class AttachedOptimizer:
     def release(self) -> None:
         """Give the optimizer its own step and parameters back, before techniques are undone; its shards are kept here."""
         if self.parallel_step is not None and self._split:
-            self._last = self.full_state()  # pieces are rows of slices, which are gone once parameters are whole
+            self._last, self._last_own = (
+                self.full_state(),
+                self.own_state(),
+            )  # pieces are rows of slices, which are gone once parameters are whole
         if self._local_step is not None:
             self._local_step.detach()
         if self.parallel_step is not None:
@@ -160,6 +166,9 @@ class AttachedOptimizer:
                 yield index, dict(state[parameters[index]])
             elif self._kept is not None and index in self._kept:
                 yield index, {k: v.placed() if isinstance(v, _HostShard) else v for k, v in self._kept[index].items()}
+
+    def _chunks(self, index: int, values: State) -> State:
+        return {name: chunks_of(value, self._split.get(index)) for name, value in values.items()}
 
     def _drop_shards(self) -> None:
         parameters = parameters_of(self.optimizer)
@@ -199,12 +208,14 @@ def _as_dtensor(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def _as_rows(value: Any, piece: Piece, whole: torch.Size) -> Any:
+def _as_rows(value: Any, piece: Piece, whole: torch.Size, split: SplitTensor | None) -> Any:
     """Return what has the shape of the piece's rows, as these rows of the whole."""
-    rows = torch.Size((piece.stop - piece.start, *whole[1:]))
-    if not isinstance(value, Tensor) or value.shape != rows or rows == whole:
+    of = whole if split is None else torch.Size(split.local_shape)
+    rows = torch.Size((piece.stop - piece.start, *of[1:]))
+    if not isinstance(value, Tensor) or value.shape != rows or (rows == of and split is None):
         return value
-    return TensorRows(value, start=piece.start, whole=whole)
+    shape = whole if split is None else split.layout.shape
+    return rows_of_tensor(value, rows=range(piece.start, piece.stop), whole=shape, split=split)
 
 
 def _to_host(value: Any) -> Any:

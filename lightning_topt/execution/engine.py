@@ -36,6 +36,7 @@ from lightning_topt.execution.gathered_state import gather_module_state, place_m
 from lightning_topt.execution.mesh import check_world_size, layout_difference
 from lightning_topt.execution.schedule import Action, single_stage_schedule
 from lightning_topt.execution.sharded_checkpoint import StoredModule
+from lightning_topt.execution.tensor_chunks import chunks_of
 from lightning_topt.optim import sharded_gradients
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.techniques.block_parameters import check_blocks, check_tied, parameters_by_block
@@ -193,14 +194,19 @@ class Engine:
         """Return the module's state: whole on rank 0 (other ranks may return a part), or in shards. A collective call."""
         self._reshard()
         state = self.module.state_dict()
-        return gather_module_state(state, self._split_names) if full and self.has_shards else state
+        if not self.has_shards:
+            return state
+        split = self._split_names
+        if full:
+            return gather_module_state(state, split)
+        return {name: chunks_of(value, split.get(name)) for name, value in state.items()}
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a whole state, each rank its part, or a stored one, of which each rank reads its part."""
         self._reshard()
         own = self.module.state_dict()
         if isinstance(state, StoredModule):
-            state = state.read(like=own)
+            state = state.read(like=own, split=self._split_names)
         placed = place_module_state(state, own, self._split_names) if self.has_shards else state
         self.module.load_state_dict(placed, strict=strict)
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_topt.execution.called_collectives import CalledCollectives
 from lightning_topt.execution.collective_rows import CollectiveRow, rows_of
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.tensor_rows import TensorRows
+from lightning_topt.execution.tensor_chunks import TensorChunks
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.real import filled_copy, real_batch
 from lightning_topt.graph.sample_counts import fake_batch
@@ -168,7 +168,7 @@ def _forward_is_training_step(module: nn.Module) -> Iterator[None]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, TensorRows):
+    if isinstance(tensor, TensorChunks):
         return tensor.local
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 

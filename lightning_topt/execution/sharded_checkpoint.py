@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from lightning_topt.execution.tensor_rows import TensorRows
+from lightning_topt.execution.tensor_chunks import chunks_of, rows_of_tensor
 from lightning_topt.optim.pieces import num_rows
+from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
 REST = "trainer_state.pt"
@@ -128,14 +129,15 @@ class StoredModule(Mapping[str, Any]):
         self._path, self._others = path, others
         self._known = {key.removeprefix("module."): m for key, m in _tensors(path).items() if key.startswith("module.")}
 
-    def read(self, like: Mapping[str, Any] | None = None) -> State:
-        """Return all entries, those of which `like` has a DTensor of that shape in shards as there, others whole."""
+    def read(self, like: Mapping[str, Any] | None = None, *, split: Mapping[str, SplitTensor] | None = None) -> State:
+        """Return all entries: of what `split` says is cut this rank's slice; in shards what is a DTensor in `like`."""
+        like, split = like or {}, split or {}
         targets = {
-            f"module.{name}": _target(metadata, None if like is None else like.get(name))
-            for name, metadata in self._known.items()
+            name: _target(metadata, like.get(name), split=split.get(name)) for name, metadata in self._known.items()
         }
-        _read(self._path, targets)
-        return {key.removeprefix("module."): value for key, value in targets.items()} | dict(self._others)
+        chunks = {f"module.{name}": chunks_of(target, split.get(name)) for name, target in targets.items()}
+        _read(self._path, chunks)
+        return targets | dict(self._others)
 
     def __getitem__(self, name: str) -> Any:
         if name in self._others:
@@ -165,22 +167,32 @@ class StoredOptimizer(Mapping[str, Any]):
         """Return the ``state_dict`` of one process, with CPU tensors."""
         return self.read()
 
-    def read(self, parameters: Sequence[Tensor] = (), *, rows: Callable[[int], range] | None = None) -> State:
-        """Return the state of parameters, by index: in shards where they are, of the others the `rows` that are wanted."""
+    def read(
+        self,
+        parameters: Sequence[Tensor] = (),
+        *,
+        rows: Callable[[int], range] | None = None,
+        split: Mapping[int, SplitTensor] | None = None,
+    ) -> State:
+        """Return the state of parameters, by index: in shards where they are, of the others the `rows` that are wanted.
+
+        Of parameters that are `split` this rank's slices, or rows of these.
+        """
         indices = {*self._values, *(_index_and_name(key)[0] for key in self._known)}
         known = {index: parameters[index] for index in indices if index < len(parameters)}
         wanted = {index: rows(index) if rows is not None and index in known else None for index in indices}
         kept = {index for index, of_index in wanted.items() if of_index is None or len(of_index)}
-        targets = {
-            key: _target(metadata, known.get(index), rows=wanted[index])
-            for key, metadata in self._known.items()
-            if (index := _index_and_name(key)[0]) in kept
-        }
-        _read(self._path, targets)
+        targets, chunks, cut = {}, {}, split or {}
+        for key, metadata in self._known.items():
+            if (index := _index_and_name(key)[0]) in kept:
+                target = _target(metadata, known.get(index), rows=wanted[index], split=cut.get(index))
+                targets[key] = target
+                chunks[key] = _chunks(target, metadata.size, cut.get(index), rows=wanted[index])
+        _read(self._path, chunks)
         state = {index: dict(values) for index, values in self._values.items() if index in kept}
         for key, value in targets.items():
             index, name = _index_and_name(key)
-            state.setdefault(index, {})[name] = value.local if isinstance(value, TensorRows) else value
+            state.setdefault(index, {})[name] = value
         return {"state": dict(sorted(state.items())), "param_groups": self.param_groups}
 
     def __getitem__(self, name: str) -> Any:
@@ -247,13 +259,28 @@ def _tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     return {key: metadata for key, metadata in known.items() if isinstance(metadata, TensorStorageMetadata)}
 
 
-def _target(metadata: TensorStorageMetadata, like: Any, *, rows: range | None = None) -> Tensor:
+def _target(
+    metadata: TensorStorageMetadata, like: Any, *, rows: range | None = None, split: SplitTensor | None = None
+) -> Tensor:
+    """Return memory for what this rank keeps of a stored tensor."""
     dtype, shape = metadata.properties.dtype, metadata.size
+    if split is not None and tuple(shape) == split.layout.shape:
+        shape = torch.Size(split.local_shape)
     if isinstance(like, DTensor) and like.shape == shape:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     if rows is not None and isinstance(like, Tensor) and like.shape == shape and 0 < len(rows) < num_rows(like):
-        return TensorRows(torch.empty((len(rows), *shape[1:]), dtype=dtype), start=rows.start, whole=shape)
+        shape = torch.Size((len(rows), *shape[1:]))
     return torch.empty(shape, dtype=dtype)
+
+
+def _chunks(target: Tensor, whole: torch.Size, split: SplitTensor | None, *, rows: range | None) -> Tensor:
+    """Return `target` as the part that it is of a stored tensor of shape `whole`."""
+    part = split if split is not None and tuple(whole) == split.layout.shape else None
+    everything = whole if part is None else torch.Size(part.local_shape)
+    if rows is None or isinstance(target, DTensor) or target.shape == everything:
+        chunks: Tensor = chunks_of(target, part)
+        return chunks
+    return rows_of_tensor(target, rows=rows, whole=whole, split=part)
 
 
 def _read(path: Path, targets: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ class SavedContainers:
 
     def _visit(self, value: Any) -> Iterable[Any]:
         if isinstance(value, dict):
-            return self._save(value, [*dict.items(value)], _restore_dict, dict.values(value))
+            return self._save(value, [*_base(value).items(value)], _restore_dict, dict.values(value))
         if isinstance(value, (list, collections.deque)):
             return self._save(value, [*value], _restore_sequence, value)
         if isinstance(value, set):
@@ -164,22 +164,27 @@ def is_users(name: str | None) -> bool:
     return not os.path.abspath(file).startswith(LIBRARIES)
 
 
+def _base(target: dict[Any, Any]) -> Any:
+    """The class whose methods tell what `target` holds: a subclass may show other keys."""
+    return collections.OrderedDict if isinstance(target, collections.OrderedDict) else dict
+
+
 def _restore_dict(target: dict[Any, Any], saved: list[tuple[Any, Any]]) -> None:
-    base: Any = collections.OrderedDict if isinstance(target, collections.OrderedDict) else dict
-    if len(target) == len(saved) and all(
-        a is key and b is value for (a, b), (key, value) in zip(base.items(target), saved, strict=True)
-    ):
+    base = _base(target)
+    now = [*base.items(target)]
+    if len(now) == len(saved) and all(a is k and b is v for (a, b), (k, v) in zip(now, saved, strict=True)):
         return
     # Names that stay are not taken away in between: other threads may read them.
-    wanted = dict(saved)
-    for key in [key for key in target if key not in wanted]:
+    wanted, known = dict(saved), dict(now)
+    for key in known.keys() - wanted.keys():
         base.__delitem__(target, key)
     for key, value in saved:
-        if key not in target or base.__getitem__(target, key) is not value:
+        if key not in known or known[key] is not value:
             base.__setitem__(target, key, value)
-    if [*target] != [*wanted]:
+    if [*base.__iter__(target)] != [*wanted]:
         base.clear(target)
-        base.update(target, saved)
+        for key, value in saved:
+            base.__setitem__(target, key, value)
 
 
 def _restore_sequence(target: Any, saved: list[Any]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -32,8 +33,23 @@ def fake_copy(module: T, *, device: torch.device | str = "cpu") -> tuple[T, Fake
     Raises CaptureError, a ValueError, when `module` has lazy parameters that no forward has given a shape, or tensors
     that are not strided.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _Mode(allow_non_fake_inputs=True)
     return copy_module(module, _Fakes(mode, torch.device(device)), fake=True), mode
+
+
+class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Knows the shapes of kernels that torch 2.13 refuses without memory, and runs: products of groups but in bfloat16."""
+
+    def dispatch(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            left, right = args[0], args[1]
+            groups: tuple[int, ...] = ()
+            if left.ndim == right.ndim:  # rows and columns of each group; by `offs` the summed dim is in groups
+                groups = (left.shape[0] if left.ndim == 3 else args[2].shape[0],)
+            shape = *groups, left.shape[-2], right.shape[-1]
+            stride = torch.empty(shape, device="meta").stride()
+            return empty_fake(self, like=(shape, stride, left.dtype, left.device))
+        return super().dispatch(func, types, args, kwargs)
 
 
 class _Fakes(TensorCopies):

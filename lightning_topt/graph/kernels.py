@@ -295,6 +295,11 @@ def _add_matrices(start: Tensor, left: Tensor, right: Tensor, *args: Any, **kwar
     return 2 * left.numel() * right.shape[-1]
 
 
+def _product_of_groups(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
+    groups = left.shape[0] if left.ndim == 3 and right.ndim == 2 else 1  # each has some of the columns
+    return 2 * left.numel() // groups * right.shape[-1]
+
+
 def _rnn_layer(x: Tensor, w_input: Tensor, w_hidden: Tensor, *args: Any, **kwargs: Any) -> int:
     return 2 * math.prod(x.shape[:-1]) * (w_input.numel() + w_hidden.numel())
 
@@ -315,6 +320,7 @@ def _extra_formulas() -> dict[Any, Callable[..., int]]:
         "addmv": _add_matrix_vector,
         "addbmm": _add_matrices,
         "_addmm_activation": _add_matrices,
+        "_grouped_mm": _product_of_groups,
         "mkldnn_rnn_layer": _rnn_layer,
         "mkldnn_rnn_layer_backward": _rnn_layer_backward,
     }

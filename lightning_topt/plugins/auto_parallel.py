@@ -36,7 +36,6 @@ from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import check_agreement
 from lightning_topt.plugins.read_options import (
-    check_given_plan,
     check_planner_options,
     read_cluster,
     read_memory_limit,
@@ -118,7 +117,7 @@ class AutoParallelStrategy(DataRanks):
             allowed=AllowedExchanges.read(allow_compression),
             own_hook=self._ddp_comm_hook is not None or self._ddp_kwargs.get("mixed_precision") is not None,
         )
-        self._given_plan = check_given_plan(self.request.plan, checkpoint=checkpoint)
+        self._given_plan = self.request.plan
         self.planning: Planning | None = None
         self.planned_by: str | None = None
         self.planning_seconds: float | None = None

@@ -121,15 +121,6 @@ def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None)
     return ParallelPlan.load(plan)
 
 
-def check_given_plan(plan: GivenPlan | None, *, checkpoint: str) -> GivenPlan | None:
-    """Return `plan`. Raises PlanError for one with tensor axes where checkpoints are folders of shards."""
-    axes = isinstance(plan, ParallelPlan) and plan.mesh.tensor_axes
-    asked = isinstance(plan, MeshPlan) and (plan.sizes is None or "tensor" in dict(plan.sizes))
-    if (axes or asked) and checkpoint == "sharded":
-        raise PlanError('checkpoint="sharded" does not know tensor axes: use checkpoint="full", which any plan loads')
-    return plan
-
-
 def read_cluster(cluster: Cluster | Mapping[str, Any] | str | Path | None) -> Cluster | None:
     """Return a cluster from any of these; None stays None. Raises ClusterError."""
     if cluster is None or isinstance(cluster, Cluster):

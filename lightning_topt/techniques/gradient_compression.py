@@ -1,15 +1,22 @@
-"""The plan's gradient exchange: whole gradients travel compressed, or over the levels of the network, as DDP's hook."""
+"""The plan's gradient exchange: whole gradients travel compressed, or over the levels of the network, as DDP's hook.
+
+Beside tensor axes the ranks of each data group exchange their slices. Parameters that are whole along tensor axes must stay
+equal there: they are sent whole by methods that choose what they send (top-k, PowerSGD, sign).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import REBUILD, REDUCE_LAST, UPDATE, Lifetime
 from lightning_topt.costs.training_step import TrainingStep
@@ -25,6 +32,7 @@ from lightning_topt.techniques.technique import (
     Technique,
     has_whole_gradients,
 )
+from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 
 class GradientCompression(Technique):
@@ -45,10 +53,8 @@ class GradientCompression(Technique):
             return
         if not any(has_whole_gradients(config) for config in configs.values()):
             raise ValueError("gradient_exchange: needs whole gradients (ZeRO levels 0 and 1), and this plan shards all")
-        if mesh.tensor_axes:
-            raise ValueError("gradient_exchange: runs over all ranks; leave it out of a plan with tensor axes")
-        if mesh.size == 1:
-            raise ValueError("gradient_exchange: a single rank exchanges nothing; leave it out")
+        if mesh.data_parallel_size == 1:
+            raise ValueError("gradient_exchange: a single rank along the data axes exchanges nothing; leave it out")
 
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
@@ -97,6 +103,38 @@ class GradientCompression(Technique):
         if not isinstance(model.root, DistributedDataParallel):
             raise ValueError("gradient_exchange: no trained parameter of this model has whole gradients; leave it out")
         options = replace(model.exchange, nonfinite=model.options.nonfinite)
-        exchange = CompressedExchange(options, topology=model.options.topology, device=model.device)
+        topology, slices = model.options.topology, None
+        if model.mesh.tensor_axes:
+            everyone = topology or Topology.from_environment(rank=dist.get_rank(), world_size=dist.get_world_size())
+            topology = everyone.of_part(model.mesh.groups_along(model.mesh.data_axes))
+            slices = _Slices(dict(model.root.module.named_parameters()), model.split)
+        exchange = CompressedExchange(options, topology=topology, device=model.device, slices=slices)
         exchange.register(model.root)
         return Applied(undo=lambda: None, exchange=exchange)
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """The parameters of a module by name, some of which are slices, cut as `split` says: `communication.checkpoint.Slices`."""
+
+    parameters: Mapping[str, nn.Parameter]
+    split: Mapping[Tensor, SplitTensor]
+
+    @property
+    def uncut(self) -> Collection[str]:
+        return [n for n, p in self.parameters.items() if p.requires_grad and p not in self.split]
+
+    def numel(self, name: str, own: int) -> int:
+        how = self._how(name)
+        return own if how is None else own * how.slices
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        how = self._how(name)
+        return own if how is None else how.whole(own.view(how.local_shape)).flatten()
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        how = self._how(name)
+        return whole if how is None else how.own(whole.view(how.layout.shape)).flatten()
+
+    def _how(self, name: str) -> SplitTensor | None:
+        return self.split.get(self.parameters[name])

@@ -69,6 +69,7 @@ class ParallelModel:
     root: nn.Module
     exchange: ExchangeOptions | None = None
     options: RunOptions = field(default_factory=RunOptions)
+    split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)  # slices that are parameters now
     before_block: Callable[[Any], Any] | None = None  # for arguments, before other hooks of a block see them
 
     def blocks_of(self, technique: Technique) -> list[str]:

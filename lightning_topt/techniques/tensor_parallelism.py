@@ -86,6 +86,7 @@ class TensorParallelism(Technique):
             block: {name: new.get(parameter, parameter) for name, parameter in named.items()}
             for block, named in model.parameters.items()
         }
+        model.split = {one.slice: one.how for one in split}
         mode = SplitMode(axes)
         wrapped = _wrap(model, mode, split)
         model.before_block = mode.whole  # FSDP2's hooks make new tensors of what passes

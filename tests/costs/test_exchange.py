@@ -18,6 +18,7 @@ from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.exchange_model import ExchangeModel, exempt_parameters, legal_exchanges, make_exchange_model
+from lightning_topt.costs.groups import Group
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
@@ -298,3 +299,14 @@ def test_wrong_models_are_refused() -> None:
     for ranks, options in ((1, given), (2, replace(BASE, hierarchical=True)), (3, replace(BASE, hierarchical=True))):
         with pytest.raises(ValueError, match="cannot exchange gradients"):
             TrainingStep(graph, CLUSTER, profile, data_mesh(ranks), 1, exchange=options)
+
+
+def test_ranks_beside_tensor_axes() -> None:
+    """Every second rank of nodes of two: none of them share one."""
+    assert [choice.hierarchical for choice in legal_exchanges(BASE, cluster=CLUSTER, world_size=3, stride=2)] == [False]
+    given = ExchangeOptions(method="bf16")
+    model = make_exchange_model(given, graph=one_block(), cluster=CLUSTER, world_size=3, stride=2)
+    (block,) = model.graph.blocks
+    assert {each.group for each in model.collectives(block.name)} == {Group(3, 2)}
+    beside = make_exchange_model(given, graph=one_block(), cluster=CLUSTER, world_size=3)
+    assert model.worker_seconds(block.name) > beside.worker_seconds(block.name)

@@ -21,7 +21,7 @@ from lightning_topt.execution.sharded_checkpoint import (
     read_sharded_checkpoint,
     save_sharded,
 )
-from lightning_topt.execution.tensor_rows import TensorRows
+from lightning_topt.execution.tensor_chunks import TensorChunks
 from lightning_topt.optim.assignment import Share, assign_pieces
 from lightning_topt.optim.parallel_step import install_parallel_step
 from lightning_topt.plan.parallel_plan import ParallelPlan, uniform_plan
@@ -169,7 +169,7 @@ def step_on_rows(rank: int, folder: Path) -> Any:
     stored = open_sharded(folder / "rows", torch.load(folder / "rows" / REST, weights_only=True))
     attached[1].load(stored["optimizer_states"][0])
     kept = attached[1].own_state()["state"].values()
-    held = sum(v.local.numel() if isinstance(v, TensorRows) else v.numel() for s in kept for v in s.values())
+    held = sum(v.local.numel() if isinstance(v, TensorChunks) else v.numel() for s in kept for v in s.values())
     return [one.full_state() for one in attached], held
 
 

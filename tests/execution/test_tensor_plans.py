@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.sharded_checkpoint import REST, open_sharded, read_sharded_checkpoint, save_sharded
+from lightning_topt.execution.tensor_chunks import TensorChunks
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Placement, Replicate, Shard
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, uniform_plan
 from lightning_topt.plan.presets import PRESETS
 from lightning_topt.techniques.tensor_parallel.layout import layout_of
 from tests.launch import run_ranks
@@ -221,3 +224,79 @@ def test_what_cannot_be_split_is_named() -> None:
     sentences = run_ranks(refused, 4)[0]
     wanted = ["no dim 2", "has none of that name", "does not divide into 3 parts for 4 ranks", "axis 'time'"]
     assert all(words in sentence for words, sentence in zip(wanted, sentences, strict=True))
+
+
+# ---- folders of shards ------------------------------------------------------------------------------------------------
+
+
+def attached(plan: ParallelPlan) -> tuple[Engine, torch.optim.Optimizer]:
+    engine = Engine(plan, module := Net(), device=CPU)
+    engine.apply()
+    optimizer = optimizer_of(module)
+    engine.attach_optimizers([optimizer])
+    return engine, optimizer
+
+
+def write(engine: Engine, path: Path) -> None:
+    own = engine.state_dict(full=False)
+    save_sharded(path, module=own["module"], optimizers=own["optimizers"], rest={})
+
+
+def read(engine: Engine, path: Path) -> None:
+    stored = open_sharded(path, torch.load(path / REST, weights_only=True))
+    engine.load({"module": stored["state_dict"], "optimizers": stored["optimizer_states"]})
+
+
+def kept_elements(engine: Engine) -> int:
+    """Elements of optimizer state on this rank."""
+    own = [engine.optimizer_state(each, full=False)["state"] for each in engine._optimizers]
+    held = (value for state in own for values in state.values() for value in values.values())
+    return sum(
+        (v.local if isinstance(v, TensorChunks) else v.to_local() if isinstance(v, DTensor) else v).numel()
+        for v in held
+    )
+
+
+def folders(rank: int, folder: Path) -> Any:
+    """A step under each plan, saved; each read again under the next one, and once more after the plan is taken back."""
+    plans = {layout: plan_of(layout) for layout in LAYOUTS} | {"zero3": uniform_plan(3, data_parallel_size=4)}
+    saved, loaded, kept = {}, {}, {}
+    for name, plan in plans.items():
+        torch.manual_seed(rank)
+        engine, optimizer = attached(plan)
+        engine.run_step(shares(data()[0], plan.mesh, rank), loss_of)
+        optimizer.step()
+        write(engine, folder / name)
+        saved[name], kept[name] = engine.state_dict(), kept_elements(engine)
+        engine.release()
+        write(engine, folder / f"{name}, released")
+    for (name, plan), before in zip(plans.items(), [*plans][1:] + [*plans][:1], strict=True):
+        for suffix in ("", ", released"):
+            engine, _ = attached(plan)
+            read(engine, folder / f"{before}{suffix}")
+            loaded[before, suffix] = engine.state_dict()
+        assert kept_elements(engine) == kept[name]
+        engine.release()
+    return saved, loaded, kept
+
+
+def on_two_ranks(rank: int, folder: Path) -> Any:
+    mesh = Mesh((Axis("tensor", 2),))
+    config = OpConfig(PRESETS["ddp"].storage(mesh), parameters=placed(OF_REST, mesh))
+    engine, _ = attached(ParallelPlan.of_blocks([BlockPlan("", config)], mesh=mesh))
+    read(engine, folder / "all of them")
+    return engine.state_dict()
+
+
+def test_folders_of_shards_go_from_plan_to_plan(tmp_path: Path) -> None:
+    saved, loaded, _ = run_ranks(folders, 4, tmp_path)[0]
+    for (name, suffix), found in loaded.items():
+        same_states(found["optimizers"][0], saved[name]["optimizers"][0], exactly=True)
+        assert all(torch.equal(found["module"][each], value) for each, value in saved[name]["module"].items())
+        plain = read_sharded_checkpoint(tmp_path / f"{name}{suffix}")
+        assert all(torch.equal(plain["state_dict"][each], value) for each, value in saved[name]["module"].items())
+        same_states(plain["optimizer_states"][0], saved[name]["optimizers"][0], exactly=True)
+    there = run_ranks(on_two_ranks, 2, tmp_path)[0]
+    same_states(there["optimizers"][0], saved["all of them"]["optimizers"][0], exactly=True)
+    sizes = [path.stat().st_size for path in (tmp_path / "tensor axis alone").glob("*.distcp")]
+    assert len(sizes) == 4 and max(sizes) < 0.5 * sum(sizes)

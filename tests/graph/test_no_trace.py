@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.containers import SavedContainers
 from lightning_topt.graph.no_trace import no_trace
 from tests.models import GPT
 
@@ -230,3 +231,31 @@ def test_generators_of_the_module_are_not_used_up() -> None:
     with pytest.raises(ValueError, match="generator"):
         capture(module, X)
     assert len(list(module.items)) == 3
+
+
+class Lazy(collections.OrderedDict[str, int]):
+    """Shows keys that it does not hold, as the lazy registries of libraries do."""
+
+    def keys(self) -> Any:
+        return [*super().keys(), "not loaded"]
+
+    def __iter__(self) -> Any:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __getitem__(self, key: str) -> int:
+        if key == "not loaded" and not super().__contains__(key):
+            self[key] = 2
+        return super().__getitem__(key)
+
+
+def test_dicts_that_show_more_than_they_hold() -> None:
+    lazy = Lazy(a=0, b=1)
+    lazy.move_to_end("a")
+    saved = SavedContainers([lazy])
+    assert lazy["not loaded"] == 2 and "not loaded" in collections.OrderedDict.keys(lazy)
+    lazy.move_to_end("b")
+    saved.restore()
+    assert [*collections.OrderedDict.items(lazy)] == [("b", 1), ("a", 0)]

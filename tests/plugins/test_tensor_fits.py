@@ -168,8 +168,3 @@ def test_meshes_that_cannot_be_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             AutoParallelStrategy(plan={"mesh": mesh})
-
-
-def test_folders_of_shards_are_refused() -> None:
-    with pytest.raises(PlanError, match="does not know tensor axes"):
-        AutoParallelStrategy(plan=plan(1, "ddp"), checkpoint="sharded")

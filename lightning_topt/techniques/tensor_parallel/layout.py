@@ -73,6 +73,35 @@ def cut(tensor: Tensor, shard: Shard, *, index: int, count: int) -> Tensor:
     return parts.narrow(shard.dim + 1, index * length, length).flatten(shard.dim, shard.dim + 1)
 
 
+class Span(NamedTuple):
+    """A `Span` is `length` indices of one dim: from `start` on in the whole tensor, from `local` on in a part of it."""
+
+    start: int
+    local: int
+    length: int
+
+
+def cut_spans(spans: Sequence[Span], shard: Shard, *, index: int, count: int) -> tuple[Span, ...]:
+    """Return where the slice that `cut` makes along a dim with these `spans` is."""
+    part = sum(span.length for span in spans) // shard.parts
+    length = part // count
+    found: list[Span] = []
+    for number in range(shard.parts):
+        own = narrowed(spans, number * part + index * length, length)
+        found += [span._replace(local=span.local + number * length) for span in own]
+    return tuple(found)
+
+
+def narrowed(spans: Sequence[Span], first: int, length: int) -> tuple[Span, ...]:
+    """Return where the `length` indices from `first` on, of a part with these `spans`, are."""
+    found = []
+    for span in spans:
+        start, stop = max(first, span.local), min(first + length, span.local + span.length)
+        if start < stop:
+            found.append(Span(span.start + start - span.local, start - first, stop - start))
+    return tuple(found)
+
+
 def joined(slices: Sequence[Tensor], shard: Shard) -> Tensor:
     """Return the whole tensor of all `slices` that `cut` makes."""
     if shard.parts == 1:

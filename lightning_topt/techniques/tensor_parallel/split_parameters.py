@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.layout import Layout, check_divides, cut, with_layout
+from lightning_topt.techniques.tensor_parallel.layout import Layout, Span, check_divides, cut, cut_spans, with_layout
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
@@ -40,6 +41,18 @@ class SplitTensor:
     def local_shape(self) -> tuple[int, ...]:
         """Shape of a slice."""
         return self.layout.local_shape(self.axes.sizes)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """The runs of indices that this rank's slice has of the whole tensor, by dim."""
+        spans: list[tuple[Span, ...]] = [(Span(0, 0, size),) for size in self.layout.shape]
+        for axis, placement in enumerate(self.layout.placements):
+            if isinstance(placement, Shard):
+                place = self.axes.coordinates[axis]
+                spans[placement.dim] = cut_spans(
+                    spans[placement.dim], placement, index=place, count=self.axes.sizes[axis]
+                )
+        return tuple(spans)
 
     @property
     def slices(self) -> int:

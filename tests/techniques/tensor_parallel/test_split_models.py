@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from tests.launch import run_ranks
+from tests.models import Mixture
 from tests.techniques.tensor_parallel.on_ranks import check, compare
 
 OUT, IN = (Shard(0),), (Shard(1),)
@@ -216,6 +217,14 @@ class Images(nn.Module):
         return self.head(x.flatten(1))
 
 
+def mixture(how: str) -> nn.Module:
+    return Mixture(how, width=32)
+
+
+def mixture_loss(module: nn.Module) -> Tensor:
+    return F.mse_loss(module(values(4, 9, 32)), values(9, 4, 32).transpose(0, 1))
+
+
 def images_loss(module: nn.Module) -> Tensor:
     return F.cross_entropy(module(values(4, 3, 8, 8).double()), torch.tensor([0, 1, 2, 3]), label_smoothing=0.1)
 
@@ -231,6 +240,8 @@ IMAGES = {
     "head.weight": IN,
 }
 
+EXPERTS = dict.fromkeys(("up", "bias", "down"), OUT)
+
 CASES: dict[str, Case] = {
     "llama": (llama, causal_loss, LLAMA),
     "gpt2": (gpt2, causal_loss, GPT2),
@@ -244,6 +255,8 @@ CASES: dict[str, Case] = {
     "encoder": (encoder, encoder_loss, LAYER),
     "decoder": (decoder, decoder_loss, LAYER),
     "attention": (attention, attention_loss, ATTENTION),
+    "experts, einsum": (partial(mixture, "einsum"), mixture_loss, EXPERTS),
+    "experts, bmm": (partial(mixture, "bmm"), mixture_loss, EXPERTS),
     "images": (Images, images_loss, IMAGES),
 }
 

@@ -1,0 +1,175 @@
+"""Gradients of slices travel compressed along the data axes: what stays equal, what is held back, and where it is saved."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.communication.topology import Topology
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.sharded_checkpoint import EXCHANGE_AT, REST, open_sharded, save_sharded
+from lightning_topt.graph.mesh_axes import Axis, Mesh
+from lightning_topt.graph.op_config import Shard
+from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
+from lightning_topt.techniques.technique import RunOptions
+from tests.execution.test_tensor_plans import (
+    BESIDE_DATA,
+    CPU,
+    TENSOR,
+    Net,
+    bad_plan,
+    data,
+    loss_of,
+    one_process,
+    optimizer_of,
+    plan_of,
+    shares,
+)
+from tests.launch import run_ranks
+
+TOP_K = ExchangeOptions(density=0.05, hierarchical=False, exempt=())
+NODES = {"one node": (1, 4), "two nodes": (2, 2)}
+
+
+def engine_of(exchange: ExchangeOptions, layout: str = "beside DDP", nodes: str = "one node") -> Engine:
+    plan = replace(plan_of(layout), gradient_exchange=exchange)
+    options = RunOptions(topology=Topology(*NODES[nodes], dist.get_rank()))
+    engine = Engine(plan, Net(), device=CPU, options=options)
+    engine.apply()
+    engine.attach_optimizers([optimizer_of(engine.module)])
+    return engine
+
+
+def step(engine: Engine, batch: Tensor, rank: int) -> float:
+    losses = engine.run_step(shares(batch, engine.plan.mesh, rank), loss_of)
+    dist.all_reduce(mean := losses.mean())
+    engine.clip_norm(list(engine.module.parameters()), 0.5)
+    for optimizer in engine._optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return mean.item() / dist.get_world_size()
+
+
+EQUAL = {
+    "all entries": ExchangeOptions(density=1.0, hierarchical=False),
+    "all entries, from nodes": ExchangeOptions(density=1.0, hierarchical=True),
+    "16 bits": ExchangeOptions(method="fp16"),
+}
+
+
+def train(rank: int) -> Any:
+    found = {}
+    for name, exchange in EQUAL.items():
+        for layout in ("beside DDP", "beside ZeRO-1", "all of them"):
+            torch.manual_seed(rank)
+            engine = engine_of(exchange, layout, "two nodes" if exchange.hierarchical else "one node")
+            losses = [step(engine, batch, rank) for batch in data()]
+            found[name, layout] = losses, engine.module_state()
+            engine.release()
+            engine.close()
+    return found
+
+
+def test_an_exchange_of_slices_trains_as_one_process() -> None:
+    record, state, _ = one_process()
+    for (name, _), (losses, found) in run_ranks(train, 4)[0].items():
+        rough = name == "16 bits"
+        assert losses == pytest.approx([loss for loss, _ in record], rel=1e-3 if rough else 1e-5)
+        for each, value in state.items():
+            torch.testing.assert_close(found[each], value, rtol=1e-4, atol=2e-3 if rough else 1e-6)
+
+
+def interrupted(rank: int, folder: Path) -> Any:
+    """Steps of a lossy exchange, saved after the second in both forms, and what becomes of both."""
+    torch.manual_seed(rank)
+    engine = engine_of(TOP_K)
+    losses = [step(engine, batch, rank) for batch in data()[:2]]
+    saved = [copy.deepcopy(engine.state_dict())]
+    own, exchange = engine.state_dict(full=False), engine.exchange
+    assert exchange is not None
+    save_sharded(
+        folder, module=own["module"], optimizers=own["optimizers"], exchange=exchange.own_state_dict(), rest={}
+    )
+    losses.append(step(engine, data()[2], rank))
+    whole = {n: p for n, p in engine.module.named_parameters() if p not in engine._slices}
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, {name: parameter.tolist() for name, parameter in whole.items()})
+    assert all(each == everyone[0] for each in everyone), "parameters that are not split differ between tensor ranks"
+    engine.release()
+    engine.close()
+    dist.broadcast_object_list(saved)
+    section, key = EXCHANGE_AT
+    stored = open_sharded(folder, torch.load(folder / REST, weights_only=True))
+    from_folder = {
+        "module": stored["state_dict"],
+        "optimizers": stored["optimizer_states"],
+        "exchange": stored[section][key],
+    }
+    again = []
+    for state in (saved[0], from_folder, {**saved[0], "exchange": None}):
+        engine = engine_of(TOP_K)
+        engine.load(state)
+        again.append(step(engine, data()[2], rank))
+        last = engine.module_state()
+        again.append(float(sum(value.double().abs().sum() for value in last.values())))
+        engine.release()
+        engine.close()
+    return losses, again, saved[0]
+
+
+def under_ddp(rank: int, state: Any) -> Any:
+    plan = replace(uniform_plan(0, data_parallel_size=2), gradient_exchange=TOP_K)
+    engine = Engine(plan, Net(), device=CPU)
+    engine.apply()
+    engine.attach_optimizers([optimizer_of(engine.module)])
+    engine.load(state)
+    return engine.exchange_state()
+
+
+def test_what_is_held_back_is_saved_of_whole_parameters(tmp_path: Path) -> None:
+    losses, again, saved = run_ranks(interrupted, 4, tmp_path)[0]
+    assert again[0] == losses[2] and again[:2] == again[2:4]
+    assert again[5] != again[1], "what was held back changes the step"
+    ranks = saved["exchange"]["ranks"]
+    assert len(ranks) == 2  # one for each rank along the data axis
+    sizes = {name: value.numel() for name, value in saved["module"].items()}
+    split = {name for name, value in ranks[0]["residual"].items() if value.any()}
+    assert {"blocks.0.up.weight", "blocks.0.qkv.weight", "head.weight"} <= split
+    assert all(value.numel() == sizes[name] for one in ranks for name, value in one["residual"].items())
+    elsewhere = run_ranks(under_ddp, 2, saved)[0]
+    for own, other in zip(ranks, elsewhere["ranks"], strict=True):
+        assert all(torch.equal(own["residual"][name], other["residual"][name]) for name in split)
+
+
+def refused(rank: int) -> str:
+    plan = replace(bad_plan({"head.weight": Shard(0)}), gradient_exchange=TOP_K)
+    with pytest.raises(PlanError) as caught:
+        Engine(plan, Net(), device=CPU)
+    return str(caught.value)
+
+
+def test_without_a_data_axis_there_is_nothing_to_exchange() -> None:
+    assert TENSOR.data_parallel_size == 1
+    assert "exchanges nothing" in run_ranks(refused, 4)[0]
+
+
+def test_nodes_of_a_data_group() -> None:
+    parts = BESIDE_DATA.groups_along(BESIDE_DATA.data_axes)
+    assert parts == [[0, 2], [1, 3]]
+    assert Topology(1, 4, 3).of_part(parts) == Topology(1, 2, 1, ((0, 2), (1, 3)), 1)
+    assert Topology(2, 2, 2).of_part(parts) == Topology(2, 1, 1, ((0, 2), (1, 3)), 0)
+    wide = Mesh((Axis("data", 4), Axis("tensor", 2)))
+    of_wide = Topology(2, 4, 5).of_part(wide.groups_along(wide.data_axes))
+    assert (of_wide.num_nodes, of_wide.ranks_per_node, of_wide.rank) == (2, 2, 2)
+    assert of_wide.members == (1, 3, 5, 7)
+    of_wide.check(8)
+    with pytest.raises(ValueError, match="world size is 4"):
+        of_wide.check(4)

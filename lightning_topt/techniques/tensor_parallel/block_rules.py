@@ -4,10 +4,10 @@ of products rest, and along which axes parameters that rest in slices are gather
     what                                  border        sums       parameters                   source
     1-D                                   replicate     replicate  by outputs, then by inputs   Shoeybi et al., 1909.08053
     sequence parallel                     shard(1)      shard(1)   as in 1-D                    Korthikanti et al., 2205.05198
-    context parallel                      shard(1)      -          replicate
+    context parallel                      shard(1)      shard(1)   replicate
     2-D, rows                             shard(0)      shard(0)   by outputs, then by inputs
     2-D, columns                          shard(2)      shard(0)   by inputs, then by outputs
-    3-D, the third axis                   shard(0)      -          slices, gathered             Bian et al., 2105.14450
+    3-D, the third axis                   shard(0)      shard(0)   slices, gathered             Bian et al., 2105.14450
 
 A tensor whose size does not divide is whole there.
 """

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Row
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, numel, pieces
+from lightning_topt.techniques.tensor_parallel.layout import PARTIAL, REPLICATE, Layout, numel, pieces
 
 
 class Known(NamedTuple):
@@ -129,9 +129,11 @@ def _cost(
         if isinstance(before, Shard):
             if before == after:
                 continue
-            cost = moved / ranks if isinstance(after, Shard) else moved * (1 + operand.needs_grad)
+            cost = (moved / ranks if isinstance(after, Shard) else moved) * (1 + operand.needs_grad)
             parameters += cost if operand.is_parameter else 0.0
             total += cost
+        elif splits and operand.is_parameter and isinstance(after, Shard) and PARTIAL in row.outputs:
+            parameters += moved  # a sum over ranks of what whole parameters give at once
         elif operand.needs_grad and is_split and not (splits and operand.is_parameter and after == REPLICATE):
             # What is whole and used differently by each rank has its gradient summed; a slice's is gathered.
             total += moved if isinstance(after, Shard) else 2 * moved

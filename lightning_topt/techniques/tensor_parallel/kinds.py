@@ -122,6 +122,15 @@ class Placed:
         axes = self.axes
         return own_slice(whole, self.inputs[operand].placements, coordinates=axes.coordinates, sizes=axes.sizes)
 
+    def cut_like_dim(self, whole: Tensor, operand: int, dim: int, *, along: int = 0) -> Tensor:
+        """Return the slice of `whole` along dim `along` that belongs to dim `dim` of the argument's local tensor."""
+        axes = self.axes
+        placements = [
+            Shard(along, each.parts) if isinstance(each, Shard) and each.dim == dim else REPLICATE
+            for each in self.inputs[operand].placements
+        ]
+        return own_slice(whole, placements, coordinates=axes.coordinates, sizes=axes.sizes)
+
     def cut_along(self, whole: Tensor, axes: Iterable[int], shard: Shard) -> Tensor:
         """Return this rank's slice of `whole` along the axes of these indices, outer ones first."""
         for axis in axes:

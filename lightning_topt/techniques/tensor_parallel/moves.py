@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
 from lightning_topt.graph.op_config import Partial, Placement, Shard
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, cut, joined, local_shard
+from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, cut, joined, local_shard, pieces
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
@@ -198,9 +198,10 @@ def move(
                 tensor, now[inner] = gather(tensor, own, axes, inner, shared=False), REPLICATE
         if not isinstance(before, Shard):
             continue
-        others, own = (each for index, each in enumerate(now) if index != axis), local_shard(now, sizes, axis)
-        if isinstance(after, Shard) and after.dim != before.dim and not any(_on(each, after.dim) for each in others):
-            tensor, now[axis] = exchange(tensor, own, after, axes, axis), after
+        own, then = local_shard(now, sizes, axis), [*now[:axis], after, *now[axis + 1 :]]
+        if isinstance(after, Shard) and after.dim != before.dim and _can_exchange(then, sizes, axis):
+            tensor = exchange(tensor, own, local_shard(then, sizes, axis), axes, axis)
+            now[axis] = after
         else:
             tensor, now[axis] = gather(tensor, own, axes, axis, shared=enters[axis]), REPLICATE
     for axis, after in enumerate(target):
@@ -231,5 +232,8 @@ def _hides(inner: Placement, outer: Placement, inner_size: int, outer_size: int)
     return bool(below and above)
 
 
-def _on(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim == dim
+def _can_exchange(then: Sequence[Placement], sizes: Sequence[int], axis: int) -> bool:
+    """Whether the cut of `axis` is one of what the outer axes leave of the dim, and no inner axis cuts that."""
+    inner = zip(then[axis + 1 :], sizes[axis + 1 :], strict=True)
+    hidden = any(_hides(each, then[axis], size, sizes[axis]) for each, size in inner)
+    return not hidden and pieces(then, sizes) is not None

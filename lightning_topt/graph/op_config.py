@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -153,10 +153,19 @@ class OpConfig:
     inputs: tuple[Placements, ...] = ()
     outputs: tuple[Placements, ...] = ()
     parameters: tuple[tuple[str, Placements], ...] = ()
+    sums: Placements = ()
+    gathers: tuple[str, ...] = ()
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.storage, self.recompute, self.inputs, self.outputs, self.parameters))
+        computes = self.inputs, self.outputs, self.parameters, self.sums, self.gathers
+        return hash((self.storage, self.recompute, *computes))
+
+    def placed(self) -> Iterator[Placements]:
+        """Yield the placements of its computation."""
+        yield from (*self.inputs, *self.outputs, *(placements for _, placements in self.parameters))
+        if self.sums:
+            yield self.sums
 
     def __hash__(self) -> int:
         return self._hash

@@ -113,7 +113,7 @@ class ParallelPlan:
 
     def _check_axes(self, block: BlockPlan) -> None:
         config, axes = block.config, len(self.mesh.axes)
-        placed = [config.storage.parameters, *config.inputs, *config.outputs, *(p for _, p in config.parameters)]
+        placed = [config.storage.parameters, *config.placed()]
         if any(len(placements) != axes for placements in placed):
             raise PlanError(
                 f"block {shown(block.block)} must be placed along each of the axes {', '.join(self.mesh.names)} of the mesh"

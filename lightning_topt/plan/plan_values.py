@@ -18,7 +18,7 @@ from lightning_topt.plan.gradient_exchange import exchange_from_dict
 from lightning_topt.plan.presets import PRESETS
 
 _STORED = ("parameters", "gradients", "optimizer_state")
-_COMPUTED = ("inputs", "outputs", "parameters")
+_COMPUTED = ("inputs", "outputs", "parameters", "sums", "gathers")
 
 
 def mesh_to_list(mesh: Mesh) -> list[dict[str, Any]]:
@@ -45,11 +45,13 @@ def config_to_dict(config: OpConfig, mesh: Mesh) -> dict[str, Any]:
     """Return storage and recomputation, and the placements of its computation where it has its own."""
     values: dict[str, Any] = {kind: _placed(getattr(config.storage, kind), mesh) for kind in _STORED}
     values["recompute"] = config.recompute
-    if config.inputs or config.outputs or config.parameters:
+    if any(getattr(config, kind) for kind in _COMPUTED):
         values["computes"] = {
             "inputs": [_placed(placements, mesh) for placements in config.inputs],
             "outputs": [_placed(placements, mesh) for placements in config.outputs],
             "parameters": {name: _placed(placements, mesh) for name, placements in config.parameters},
+            **({"sums": _placed(config.sums, mesh)} if config.sums else {}),
+            **({"gathers": [*config.gathers]} if config.gathers else {}),
         }
     return values
 
@@ -100,6 +102,12 @@ def _computed(data: Any, mesh: Mesh) -> dict[str, Any]:
     found["parameters"] = tuple(
         (text(name, name="computes.parameters"), _placements(placed, mesh)) for name, placed in parameters.items()
     )
+    found["sums"] = _placements(data["sums"], mesh) if data.get("sums") is not None else ()
+    if not isinstance(gathers := data.get("gathers", []), list | tuple) or set(map(str, gathers)) - set(mesh.names):
+        raise ValueError(
+            f"computes.gathers is a list of axes of the mesh ({', '.join(mesh.names)}), got {shown(gathers)}"
+        )
+    found["gathers"] = tuple(gathers)
     return found
 
 

@@ -76,9 +76,7 @@ class _Sharding:
         model.broadcast([*model.parameters[name].values(), *block.buffers()])
         _shard(block, mesh, model.parameters[name].values(), after_forward=_in_shards(model, name))
         if (before := model.before_block) is not None:
-            hook = block.register_forward_pre_hook(
-                lambda _, args, kwargs: (before(args), before(kwargs)), prepend=True, with_kwargs=True
-            )
+            hook = block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self._hooks.append(hook)
 
     def _shard_root(self, model: ParallelModel, mesh: DeviceMesh, *, in_shards: bool) -> None:

@@ -61,5 +61,5 @@ def check_runs(mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOp
 
 def _entries(config: OpConfig) -> frozenset[str]:
     """Return what `config` asks for."""
-    names = ("recompute", "inputs", "outputs", "parameters")
+    names = ("recompute", "inputs", "outputs", "parameters", "sums", "gathers")
     return frozenset({"storage", *(name for name in names if getattr(config, name))})

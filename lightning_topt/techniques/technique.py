@@ -70,7 +70,7 @@ class ParallelModel:
     exchange: ExchangeOptions | None = None
     options: RunOptions = field(default_factory=RunOptions)
     split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)  # slices that are parameters now
-    before_block: Callable[[Any], Any] | None = None  # for arguments, before other hooks of a block see them
+    before_block: Callable[[nn.Module, Any, Any], Any] | None = None  # for arguments, before other hooks see them
 
     def blocks_of(self, technique: Technique) -> list[str]:
         """Return the names of the blocks that `technique` takes care of something of."""

@@ -10,14 +10,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.communication.topology import own_group
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.training_step import TrainingStep
@@ -25,8 +28,9 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Placements, Replicate
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.techniques.technique import Applied, BlockSeconds, Neighbours, ParallelModel, Technique
+from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rules_by_block, rules_of
 from lightning_topt.techniques.tensor_parallel.layout import Layout, layout_of, with_layout
-from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
+from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import (
     SplitParameter,
     join_parameters,
@@ -45,10 +49,22 @@ class TensorParallelism(Technique):
 
     @override
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
-        along_data = {placements[axis] for _, placements in config.parameters for axis in mesh.data_axes}
-        partial = any(Partial() in placements for _, placements in config.parameters)
-        known = mesh.tensor_axes and not partial and along_data <= {Replicate()}
-        return frozenset({"parameters"}) if config.parameters and known else frozenset()
+        placed = [*config.placed()]
+        along_data = {placements[axis] for placements in placed for axis in mesh.data_axes}
+        summands = any(Partial() in placements for placements in placed)
+        known = mesh.tensor_axes and not summands and along_data <= {Replicate()}
+        entries = ("inputs", "outputs", "parameters", "sums", "gathers")
+        return frozenset(name for name in entries if known and getattr(config, name))
+
+    @override
+    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
+        names = {mesh.names[axis] for axis in mesh.tensor_axes}
+        for block, config in configs.items():
+            if unknown := [name for name in config.gathers if name not in names]:
+                raise ValueError(
+                    f"block {block!r} gathers parameters along axis {unknown[0]!r}, which is no tensor axis of the mesh: leave "
+                    "it out; ZeRO levels shard along data axes"
+                )
 
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
@@ -87,9 +103,10 @@ class TensorParallelism(Technique):
             for block, named in model.parameters.items()
         }
         model.split = {one.slice: one.how for one in split}
-        mode = SplitMode(axes)
-        wrapped = _wrap(model, mode, split)
-        model.before_block = mode.whole  # FSDP2's hooks make new tensors of what passes
+        rules = rules_of(model.configs, model.mesh)
+        mode = SplitMode(axes, rule=rules.get("", PLAIN))
+        wrapped = _wrap(model, mode, split, rules)
+        model.before_block = partial(_before_block, mode, wrapped)
 
         def undo() -> None:
             for module in wrapped:
@@ -117,33 +134,60 @@ def split_placements(configs: Mapping[str, OpConfig], mesh: Mesh) -> dict[str, P
 class _SplitForward:
     """A module's forward in the mode, whoever calls it: a step, a hook of the user, or backward, to recompute it."""
 
-    def __init__(self, module: nn.Module, mode: SplitMode, layouts: Mapping[str, Layout], *, is_repeated: bool) -> None:
+    def __init__(
+        self, module: nn.Module, mode: SplitMode, layouts: Mapping[str, Layout], rule: BlockRule | None
+    ) -> None:
         self.forward, self.mode, self.own = module.forward, mode, module._parameters
-        self.layouts, self.is_repeated = layouts, is_repeated
+        self.layouts, self.rule = layouts, rule
+        self.arrived: list[Layout | None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name, layout in self.layouts.items():
             parameter = self.own[name]
             if parameter is not None and layout_of(parameter) is None:
                 with_layout(parameter, layout)  # gathered by FSDP2, which put it there
+        if self.arrived is not None:
+            given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            for tensor, known in zip(given, self.arrived, strict=True):
+                if known is not None:
+                    with_layout(tensor, known)
+            self.arrived = None
         with self.mode.on():
-            if self.is_repeated:
-                return self.mode.between_whole(self.forward, args, kwargs)
+            if self.rule is not None:
+                return self.mode.run_block(self.rule, self.forward, args, kwargs)
             return self.forward(*args, **kwargs)
 
 
-def _wrap(model: ParallelModel, mode: SplitMode, split: Sequence[SplitParameter]) -> list[nn.Module]:
-    """Wrap the modules that hold slices. What enters and leaves blocks that are there several times is whole, as the search
-    has it, which looks at one of them.
+def _before_block(
+    mode: SplitMode, wrapped: Mapping[nn.Module, _SplitForward], module: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    """FSDP2's hooks make new tensors of what passes: they get whole ones, or slices whose places the forward then knows."""
+    forward = wrapped.get(module)
+    if forward is None or forward.rule is None or not forward.rule.inputs:
+        return mode.whole(args), mode.whole(kwargs)
+    args, kwargs = mode.mover.at_border(forward.rule, forward.rule.inputs, (args, kwargs))
+    forward.arrived = [layout_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return args, kwargs
+
+
+def _wrap(
+    model: ParallelModel, mode: SplitMode, split: Sequence[SplitParameter], rules: Mapping[str, BlockRule]
+) -> dict[nn.Module, _SplitForward]:
+    """Wrap the modules that hold slices, and the blocks that have rules. What enters and leaves blocks that are there several
+    times is as their rules say, else whole, as the search has it, which looks at one of them.
     """
     layouts = {one.slice: one.how.layout for one in split}
-    blocks = [model.module.get_submodule(name) for name in model.configs if name]
-    count = Counter(map(_structure, blocks))
-    repeated = {block for block in blocks if count[_structure(block)] > 1}
-    wrapped = [module for module in model.module.modules() if any(p in layouts for p in module.parameters())]
-    for module in wrapped:
+    blocks = {name: model.module.get_submodule(name) for name in model.configs if name}
+    count = Counter(map(_structure, blocks.values()))
+    repeated = {name for name, block in blocks.items() if count[_structure(block)] > 1}
+    by_block = {blocks[name]: rule for name, rule in rules_by_block(rules, blocks, repeated).items()}
+    wrapped: dict[nn.Module, _SplitForward] = {}
+    for module in model.module.modules():
+        is_root = module is model.module
+        if not (any(p in layouts for p in module.parameters()) or (rules and (is_root or module in by_block))):
+            continue
         own = {name: layouts[p] for name, p in module._parameters.items() if p in layouts}
-        module.forward = _SplitForward(module, mode, own, is_repeated=module in repeated)
+        wrapped[module] = module.forward = _SplitForward(module, mode, own, by_block.get(module))
     return wrapped
 
 

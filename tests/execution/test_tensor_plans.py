@@ -42,6 +42,8 @@ LAYOUTS: dict[str, tuple[Mesh, str, str, str]] = {
     "beside ZeRO-1": (BESIDE_DATA, "zero1", "ddp", "zero1"),
     "beside ZeRO-2 and 3": (BESIDE_DATA, "zero3+", "zero2", "zero3"),
     "all of them": (BESIDE_DATA, "zero1+", "zero3", "ddp"),
+    "tensor axis alone, by step": (TENSOR, "ddp", "ddp+", "ddp"),
+    "all of them, by step": (BESIDE_DATA, "zero1+", "zero3+", "zero3"),
 }
 
 
@@ -61,13 +63,18 @@ def placed(names: dict[str, Shard], mesh: Mesh) -> tuple[tuple[str, tuple[Placem
 
 def plan_of(layout: str) -> ParallelPlan:
     mesh, *presets = LAYOUTS[layout]
+    by_step = tuple(Replicate() if axis in mesh.data_axes else Shard(1) for axis in range(len(mesh.axes)))
+    border, sums = ((by_step,), by_step) if layout.endswith("by step") else ((), ())
     blocks = [
         BlockPlan(
             name,
             OpConfig(
                 PRESETS[preset.rstrip("+")].storage(mesh),
                 recompute=preset.endswith("+"),
+                inputs=border if name else (),
+                outputs=border if name else (),
                 parameters=placed(OF_BLOCK if name else OF_REST, mesh),
+                sums=sums,
             ),
         )
         for name, preset in zip(("blocks.0", "blocks.1", ""), presets, strict=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Row
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, numel
+from lightning_topt.techniques.tensor_parallel.layout import PARTIAL, REPLICATE, Layout, numel, pieces
 
 
 class Known(NamedTuple):
@@ -35,11 +35,35 @@ class Decision(NamedTuple):
     writes_back: bool = False
 
 
-def decide(kind: Kind | None, call: Call, known: Sequence[Known], sizes: Sequence[int], *, in_place: bool) -> Decision:
-    """Return the rows that the call takes, one for each axis."""
-    chosen = [_row(kind, call, known, axis=axis, sizes=sizes, in_place=in_place) for axis in range(len(sizes))]
+def decide(
+    kind: Kind | None,
+    call: Call,
+    known: Sequence[Known],
+    sizes: Sequence[int],
+    *,
+    in_place: bool,
+    splits: Sequence[bool] = (),
+    gathers: Sequence[bool] = (),
+) -> Decision:
+    """Return the rows that the call takes, one for each axis.
+
+    Along an axis that `splits` activations, what it costs to sum gradients of whole parameters is not counted, so they stay
+    split. One that `gathers` takes slices of parameters for whole, and they are gathered.
+    """
+    chosen = [
+        _row(
+            kind,
+            call,
+            [_taken_whole(each, axis) for each in known] if gathers and gathers[axis] else known,
+            axis=axis,
+            sizes=sizes,
+            in_place=in_place,
+            splits=bool(splits) and splits[axis],
+        )
+        for axis in range(len(sizes))
+    ]
     stays = not in_place or all(row.inputs[0] == known[0].layout.placements[axis] for axis, row in enumerate(chosen))
-    if not stays or not _fits([row.inputs for row in chosen], call, sizes):
+    if not stays or not _fits(chosen, call, sizes):
         chosen = [_whole(call)] * len(sizes)  # a dim would be cut into pieces that several axes together do not divide
     inputs = tuple(zip(*(row.inputs for row in chosen), strict=True))
     count = max(len(row.outputs) for row in chosen)
@@ -48,11 +72,13 @@ def decide(kind: Kind | None, call: Call, known: Sequence[Known], sizes: Sequenc
         for index in range(count)
     )
     added = next((row for row in chosen if row.added is not None), None)
-    splits = [any(isinstance(placement, Shard) for placement in row.inputs) for row in chosen]
+    parted = [any(isinstance(placement, Shard) for placement in row.inputs) for row in chosen]
     enters = tuple(
         tuple(
-            split and placement == REPLICATE and row.added != place  # what is added to a sum is used alike by all ranks
-            for split, placement, row in zip(splits, placements, chosen, strict=True)
+            is_split
+            and placement == REPLICATE
+            and row.added != place  # what is added to a sum is used alike by all ranks
+            for is_split, placement, row in zip(parted, placements, chosen, strict=True)
         )
         for place, placements in enumerate(inputs)
     )
@@ -61,7 +87,14 @@ def decide(kind: Kind | None, call: Call, known: Sequence[Known], sizes: Sequenc
 
 
 def _row(
-    kind: Kind | None, call: Call, known: Sequence[Known], *, axis: int, sizes: Sequence[int], in_place: bool
+    kind: Kind | None,
+    call: Call,
+    known: Sequence[Known],
+    *,
+    axis: int,
+    sizes: Sequence[int],
+    in_place: bool,
+    splits: bool,
 ) -> Row:
     whole = _whole(call)
     now = [each.layout.placements[axis] for each in known]
@@ -70,38 +103,51 @@ def _row(
     rows: Iterable[Row] = (*kind.rows(call, sizes[axis]), whole)
     if in_place:
         rows = [row for row in rows if row.inputs[0] == now[0]] or [whole]
-    return min(rows, key=lambda row: _cost(row, now, known, sizes[axis]))
+    return min(rows, key=lambda row: _cost(row, now, known, sizes[axis], splits=splits))
+
+
+def _taken_whole(known: Known, axis: int) -> Known:
+    if not known.is_parameter:
+        return known
+    placements = known.layout.placements
+    whole = (*placements[:axis], REPLICATE, *placements[axis + 1 :])
+    return known._replace(layout=known.layout._replace(placements=whole))
 
 
 def _whole(call: Call) -> Row:
     return Row((REPLICATE,) * len(call.operands), ())
 
 
-def _cost(row: Row, now: Sequence[Placement], known: Sequence[Known], ranks: int) -> tuple[float, float]:
+def _cost(
+    row: Row, now: Sequence[Placement], known: Sequence[Known], ranks: int, *, splits: bool
+) -> tuple[float, float]:
     """Elements that travel, forward and backward, per rank: of parameters, which the plan has placed, and of all."""
-    splits = any(isinstance(placement, Shard) for placement in row.inputs)
+    is_split = any(isinstance(placement, Shard) for placement in row.inputs)
     parameters = total = 0.0
     for before, after, operand in zip(now, row.inputs, known, strict=True):
         moved = numel(operand.layout.shape) * (ranks - 1) / ranks
         if isinstance(before, Shard):
             if before == after:
                 continue
-            cost = moved / ranks if isinstance(after, Shard) else moved * (1 + operand.needs_grad)
+            cost = (moved / ranks if isinstance(after, Shard) else moved) * (1 + operand.needs_grad)
             parameters += cost if operand.is_parameter else 0.0
             total += cost
-        elif operand.needs_grad and splits:
+        elif splits and operand.is_parameter and isinstance(after, Shard) and PARTIAL in row.outputs:
+            parameters += moved  # a sum over ranks of what whole parameters give at once
+        elif operand.needs_grad and is_split and not (splits and operand.is_parameter and after == REPLICATE):
             # What is whole and used differently by each rank has its gradient summed; a slice's is gathered.
             total += moved if isinstance(after, Shard) else 2 * moved
     return parameters, total
 
 
-def _fits(rows: Sequence[Sequence[Placement]], call: Call, sizes: Sequence[int]) -> bool:
+def _fits(rows: Sequence[Row], call: Call, sizes: Sequence[int]) -> bool:
+    """Whether all axes together cut arguments and results into slices that divide."""
+    if len(sizes) == 1:
+        return True
     for operand in call.operands:
-        pieces: dict[int, int] = {}
-        for row, size in zip(rows, sizes, strict=True):
-            placement = row[operand.place]
-            if isinstance(placement, Shard):
-                pieces[placement.dim] = pieces.get(placement.dim, 1) * size * placement.parts
-        if any(operand.shape[dim] % count for dim, count in pieces.items()):
+        found = pieces([row.inputs[operand.place] for row in rows], sizes)
+        if found is None or any(operand.shape[dim] % count for dim, count in found.items()):
             return False
-    return True
+    count = min((len(row.outputs) for row in rows if row.outputs), default=0)
+    cut_by = [size for row, size in zip(rows, sizes, strict=True) if row.outputs]
+    return all(pieces([row.outputs[i] for row in rows if row.outputs], cut_by) is not None for i in range(count))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_topt.graph.op_config import Placement, Shard
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, cut
+from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, cut, own_slice
 from lightning_topt.techniques.tensor_parallel.moves import all_gather
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
@@ -119,10 +119,17 @@ class Placed:
 
     def cut_like(self, whole: Tensor, operand: int) -> Tensor:
         """Return the slice of `whole`, equal on all ranks, that belongs to the argument's local tensor."""
-        for axis, placement in enumerate(self.inputs[operand].placements):
-            if isinstance(placement, Shard):
-                whole = self.cut_along(whole, [axis], placement)
-        return whole
+        axes = self.axes
+        return own_slice(whole, self.inputs[operand].placements, coordinates=axes.coordinates, sizes=axes.sizes)
+
+    def cut_like_dim(self, whole: Tensor, operand: int, dim: int, *, along: int = 0) -> Tensor:
+        """Return the slice of `whole` along dim `along` that belongs to dim `dim` of the argument's local tensor."""
+        axes = self.axes
+        placements = [
+            Shard(along, each.parts) if isinstance(each, Shard) and each.dim == dim else REPLICATE
+            for each in self.inputs[operand].placements
+        ]
+        return own_slice(whole, placements, coordinates=axes.coordinates, sizes=axes.sizes)
 
     def cut_along(self, whole: Tensor, axes: Iterable[int], shard: Shard) -> Tensor:
         """Return this rank's slice of `whole` along the axes of these indices, outer ones first."""
@@ -143,11 +150,14 @@ class Kind:
 
     rows   yields the rows for an axis of so many ranks
     run    returns what the call on local tensors returns; by default the function itself is called
+
+    `sums_rest`: sums may rest in slices, by the rule of the block; others are whole on all ranks.
     """
 
     name: str
     rows: Callable[[Call, int], Iterable[Row]]
     run: Callable[[Placed], Any] | None = None
+    sums_rest: bool = False
     functions: list[Callable[..., Any]] = field(default_factory=list, compare=False)
 
 

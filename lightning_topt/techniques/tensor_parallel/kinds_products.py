@@ -176,11 +176,11 @@ def _run_embedding(placed: Placed) -> Tensor:
     return rows
 
 
-LINEAR = Kind("linear", _linear)
-ADDMM = Kind("addmm", _addmm, _run_addmm)
-MATMUL = Kind("matmul", _matmul)
-EINSUM = Kind("einsum", _einsum)
-EMBEDDING = Kind("embedding", _embedding, _run_embedding)
+LINEAR = Kind("linear", _linear, sums_rest=True)
+ADDMM = Kind("addmm", _addmm, _run_addmm, sums_rest=True)
+MATMUL = Kind("matmul", _matmul, sums_rest=True)
+EINSUM = Kind("einsum", _einsum, sums_rest=True)
+EMBEDDING = Kind("embedding", _embedding, _run_embedding, sums_rest=True)
 register(LINEAR, (F.linear, torch._C._nn.linear))
 register(ADDMM, (torch.addmm,))
 register(

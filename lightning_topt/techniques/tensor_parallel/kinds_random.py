@@ -28,7 +28,8 @@ def _dropout(placed: Placed) -> Tensor:
     if not placed.get(2, "training", placed.get(2, "train", True)) or p == 0:
         return x
     noise = F.dropout(whole_like(x, placed.inputs[0]).fill_(1), p)
-    kept = placed.cut_like(noise, 0)
+    kept = placed.cut_like(noise, 0).clone()  # saved for backward, and a view would hold all of it
+    del noise
     return x.mul_(kept) if placed.get(3, "inplace", False) else x * kept
 
 

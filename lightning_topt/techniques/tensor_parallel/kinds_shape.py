@@ -88,6 +88,14 @@ def _reshape_rows(call: Call, ranks: int) -> Iterator[Row]:
                     yield call.row({x: Shard(dim, parts)}, target)
 
 
+def carried(shard: Shard, old: Sequence[int], new: Sequence[int], ranks: int) -> Shard | None:
+    """Return how a tensor is cut that is reshaped from `old` to `new` and was cut as `shard`; None where that is no slice."""
+    for old_dims, new_dims in groups(old, new):
+        if shard.dim in old_dims:
+            return _goes_on(old, old_dims, shard.dim, shard.parts, new, new_dims, ranks)
+    return None
+
+
 def _goes_on(
     old: Sequence[int],
     old_dims: Sequence[int],

@@ -21,7 +21,11 @@ class _Layout(NamedTuple):
 
 
 class Layout(_Layout):
-    """The `shape` of the whole tensor, and one placement per tensor axis."""
+    """The `shape` of the whole tensor, and one placement per tensor axis.
+
+    Parts of a shard are those of the whole dim. Where several axes cut one dim, those with fewer parts cut first, of equal ones
+    the outer ones: a batch of samples, then the steps of each, in a dim that has both.
+    """
 
     def __hash__(self) -> int:
         """Return the hash, kept: a layout is part of the key of every call."""
@@ -58,6 +62,47 @@ def check_divides(size: int, parts: int, ranks: int, *, what: str) -> None:
             f"{what} has size {size}, which does not divide into {pieces}; choose a number of ranks that divides it, or keep "
             "it whole"
         )
+
+
+def pieces(placements: Sequence[Placement], sizes: Sequence[int]) -> dict[int, int] | None:
+    """Return what number must divide each dim that is cut; None where the axes that cut one dim do not cut pieces of one
+    another, so that ranks would not have one slice each.
+    """
+    shards = [(each, size) for each, size in zip(placements, sizes, strict=True) if isinstance(each, Shard)]
+    found: dict[int, tuple[int, int]] = {}  # by dim: parts of the last axis, pieces that all of them cut
+    for each, size in sorted(shards, key=lambda item: item[0].parts):
+        parts, count = found.get(each.dim, (each.parts, each.parts))
+        if parts != each.parts:
+            if each.parts % count:
+                return None
+            count = each.parts
+        found[each.dim] = each.parts, count * size
+    return {dim: count for dim, (_, count) in found.items()}
+
+
+def local_shard(placements: Sequence[Placement], sizes: Sequence[int], axis: int) -> Shard:
+    """Return the shard of `axis` with as many parts as the other axes leave of the dim."""
+    own = placements[axis]
+    assert isinstance(own, Shard)
+    if own.parts == 1:
+        return own
+    parts = own.parts
+    for each, size in zip(placements, sizes, strict=True):
+        if isinstance(each, Shard) and each.dim == own.dim and each.parts < own.parts:
+            parts //= size
+    return Shard(own.dim, parts)
+
+
+def own_slice(
+    whole: Tensor, placements: Sequence[Placement], *, coordinates: Sequence[int], sizes: Sequence[int]
+) -> Tensor:
+    """Return the slice of `whole` that the rank at `coordinates` has; a view where no dim has parts."""
+    now: list[Placement] = [REPLICATE] * len(sizes)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            now[axis] = placement
+            whole = cut(whole, local_shard(now, sizes, axis), index=coordinates[axis], count=sizes[axis])
+    return whole
 
 
 def cut(tensor: Tensor, shard: Shard, *, index: int, count: int) -> Tensor:

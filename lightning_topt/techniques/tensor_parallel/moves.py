@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from lightning_topt.communication.collectives import all_gather_into, reduce_scatter_into
 from lightning_topt.graph.op_config import Partial, Placement, Shard
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, cut, joined
+from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, cut, joined, local_shard, pieces
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
@@ -187,27 +187,27 @@ def move(
 
     `enters`: on which axes it is whole then and used differently by each rank.
     """
-    now = [*source]
+    now, sizes = [*source], axes.sizes
     for axis in reversed(range(len(axes))):
         before, after = now[axis], target[axis]
         if before == after:
             continue
-        cut_dims = {each.dim for each in (before, after) if isinstance(each, Shard)}  # outer axes cut first
         for inner in range(len(axes) - 1, axis, -1):
-            placement = now[inner]
-            if isinstance(placement, Shard) and placement.dim in cut_dims:
-                tensor, now[inner] = gather(tensor, placement, axes, inner, shared=False), REPLICATE
+            if any(_hides(now[inner], each, sizes[inner], sizes[axis]) for each in (before, after)):
+                own = local_shard(now, sizes, inner)
+                tensor, now[inner] = gather(tensor, own, axes, inner, shared=False), REPLICATE
         if not isinstance(before, Shard):
             continue
-        others = (each for index, each in enumerate(now) if index != axis)
-        if isinstance(after, Shard) and after.dim != before.dim and not any(_on(each, after.dim) for each in others):
-            tensor, now[axis] = exchange(tensor, before, after, axes, axis), after
+        own, then = local_shard(now, sizes, axis), [*now[:axis], after, *now[axis + 1 :]]
+        if isinstance(after, Shard) and after.dim != before.dim and _can_exchange(then, sizes, axis):
+            tensor = exchange(tensor, own, local_shard(then, sizes, axis), axes, axis)
+            now[axis] = after
         else:
-            shared = enters[axis]
-            tensor, now[axis] = gather(tensor, before, axes, axis, shared=shared), REPLICATE
+            tensor, now[axis] = gather(tensor, own, axes, axis, shared=enters[axis]), REPLICATE
     for axis, after in enumerate(target):
         if isinstance(after, Shard) and now[axis] != after:
-            tensor, now[axis] = take(tensor, after, axes, axis), after
+            now[axis] = after
+            tensor = take(tensor, local_shard(now, sizes, axis), axes, axis)
         elif enters[axis] and source[axis] == REPLICATE:
             tensor = enter(tensor, axes, axis)
     return tensor
@@ -224,5 +224,16 @@ def bias_for(
     return bias if along == -1 else bias.view(-1, *(1 for _ in range(-1 - along)))
 
 
-def _on(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim == dim
+def _hides(inner: Placement, outer: Placement, inner_size: int, outer_size: int) -> bool:
+    """Whether `inner`, of an inner axis, cuts pieces of what the outer axis cuts, and so has to be whole when that moves."""
+    if not (isinstance(inner, Shard) and isinstance(outer, Shard) and inner.dim == outer.dim):
+        return False
+    below, above = inner.parts % (outer.parts * outer_size), outer.parts % (inner.parts * inner_size)
+    return bool(below and above)
+
+
+def _can_exchange(then: Sequence[Placement], sizes: Sequence[int], axis: int) -> bool:
+    """Whether the cut of `axis` is one of what the outer axes leave of the dim, and no inner axis cuts that."""
+    inner = zip(then[axis + 1 :], sizes[axis + 1 :], strict=True)
+    hidden = any(_hides(each, then[axis], size, sizes[axis]) for each, size in inner)
+    return not hidden and pieces(then, sizes) is not None

@@ -8,10 +8,11 @@ local = capture_split(module, batch, like=graph, trace=trace, placements=..., ax
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from lightning_topt.graph.fake import empty_fake
 from lightning_topt.graph.op_config import Placements, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.structures import tensors_in
+from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rules_by_block
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.layout import Layout, with_layout
-from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
+from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import check_split
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
@@ -40,11 +42,13 @@ def capture_split(
     trace: FunctionTrace,
     placements: Mapping[str, Placements],
     axes: TensorAxes,
+    rules: Mapping[str, BlockRule] = MappingProxyType({}),
     second_batch: Any | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
 ) -> OpGraph:
-    """Return the graph of the step that one rank of `axes` (without groups) runs, its parameters at `placements` by name.
+    """Return the graph of the step that one rank of `axes` (without groups) runs, its parameters at `placements` by name, its
+    blocks by `rules`.
 
     `like` is the graph of the whole step, which was captured from the same arguments under `trace`. Blocks, names and the
     fingerprint are as there; parameters have local shapes. Collectives along the axes are kernels where they run, which
@@ -54,7 +58,9 @@ def capture_split(
     what code of the user made of a tensor was lost sight of; the message names the module. Else as `capture`.
     """
     groups = Counter(block.group for block in like.blocks)
-    run = _SplitRun(placements, axes, {block.name for block in like.blocks if groups[block.group] > 1})
+    repeated = {block.name for block in like.blocks if groups[block.group] > 1}
+    by_block = rules_by_block(rules, [block.name for block in like.blocks], repeated)
+    run = _SplitRun(placements, axes, rules.get("", PLAIN), by_block)
     options = {"second_batch": second_batch, "batch_scaling": like.batch_scaling, "forward_context": forward_context}
     try:
         graph = capture(module, batch, **options, device=device, adapt=run.of, like=like)  # type: ignore[arg-type]
@@ -73,22 +79,24 @@ class _SplitRun:
     `under_way` those that have not ended.
     """
 
-    def __init__(self, placements: Mapping[str, Placements], axes: TensorAxes, repeated: Collection[str]) -> None:
-        self.placements, self.axes, self.repeated = placements, axes, repeated
+    def __init__(
+        self, placements: Mapping[str, Placements], axes: TensorAxes, rule: BlockRule, by_block: Mapping[str, BlockRule]
+    ) -> None:
+        self.placements, self.axes, self.rule, self.by_block = placements, axes, rule, by_block
         self.results: Results = []
         self.under_way: list[str] = []
 
     def of(self, module: nn.Module) -> SplitMode:
         """Split `module` and return the context around its forward."""
-        self.results, self.under_way, mode = [], [], SplitMode(self.axes)
+        self.results, self.under_way, mode = [], [], SplitMode(self.axes, rule=self.rule)
         for name, parameter in module.named_parameters():
             _split(name, parameter, self.placements.get(name, ()), self.axes)
         for path, submodule in module.named_modules():
             if path:
                 submodule.register_forward_pre_hook(partial(self._begin, path))
                 submodule.register_forward_hook(partial(self._end, path))
-            if path in self.repeated:  # as in the run
-                submodule.forward = partial(_between_whole, mode, submodule.forward)
+            if path in self.by_block:  # as in the run
+                submodule.forward = partial(_run_block, mode, self.by_block[path], submodule.forward)
         return mode
 
     def _begin(self, path: str, module: nn.Module, args: Any) -> None:
@@ -100,8 +108,8 @@ class _SplitRun:
         self.results.append((path, tuple(tuple(tensor.shape) for tensor in tensors_in(output))))
 
 
-def _between_whole(mode: SplitMode, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return mode.between_whole(forward, args, kwargs)
+def _run_block(mode: SplitMode, rule: BlockRule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return mode.run_block(rule, forward, args, kwargs)
 
 
 def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: TensorAxes) -> None:

@@ -11,25 +11,26 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_topt.graph.op_config import LAYOUT, Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.attributes import ALIASES, ATTRIBUTES, LOCAL
+from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rest_of
 from lightning_topt.techniques.tensor_parallel.composites import body_of
 from lightning_topt.techniques.tensor_parallel.decisions import Decision, decide
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Placed, replaced, tensors_in
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, layout_of, with_layout
+from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, layout_of, local_shard, with_layout
 from lightning_topt.techniques.tensor_parallel.python_functions import PythonFunctionMode
+from lightning_topt.techniques.tensor_parallel.regather import saved_as_slices
 from lightning_topt.techniques.tensor_parallel.signatures import call_of, is_in_place, known_of, signature, with_tensors
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
+from lightning_topt.techniques.tensor_parallel.tensor_mover import MOVED, TensorMover, gathered_among
 
-_MOVED = "_topt_moved"
 _COPIED = "_topt_copied"
 _REFUSED = {  # they give a tensor another storage or shape
     *(
@@ -46,6 +47,7 @@ _REFUSED = {  # they give a tensor another storage or shape
     ),
     *("as_strided_", "apply_", "map_"),
 }
+PLAIN = BlockRule()
 _MAX_KNOWN = 10_000  # decisions: batches of ever new lengths
 
 
@@ -66,21 +68,27 @@ class _Prepared:
 
 
 class SplitMode(PythonFunctionMode):
-    """Runs forward code on the tensor axes `axes`. `rest` says where a summed tensor of a shape is left: whole, by default."""
+    """Runs forward code on the tensor axes `axes`, by `rule` outside of the blocks that have rules of their own."""
 
-    def __init__(
-        self, axes: TensorAxes, *, rest: Callable[[tuple[int, ...], int], Placement] = lambda shape, axis: REPLICATE
-    ) -> None:
+    def __init__(self, axes: TensorAxes, *, rule: BlockRule = PLAIN) -> None:
         super().__init__()
-        self.axes, self.rest = axes, rest
-        self._whole: Layout = Layout((), (REPLICATE,) * len(axes))
-        self._same = (False,) * len(axes)
-        self._known: dict[Any, _Prepared] = {}
+        self.axes, self.mover = axes, TensorMover(axes)
+        self._whole = self.mover.whole_layout
+        self._tables: dict[Any, dict[Any, _Prepared]] = {}
+        self._rests: dict[Any, Placement] = {}
+        self._follow(rule, None)
+
+    def _follow(self, rule: BlockRule, rows: tuple[int, ...] | None) -> None:
+        self.rule, self._rows = rule, rows
+        self._known = self._tables.setdefault((rule.splits, rule.gathered), {})
+        self.mover.gathers_again = not rule.is_plain
+        self.mover.forget()
 
     @property
     def whole_calls(self) -> list[str]:
         """Names of functions that got whole tensors because no row fits, once for each signature."""
-        return [each.call.func.__name__ for each in self._known.values() if not each.decision.outputs]
+        prepared = (each for known in self._tables.values() for each in known.values())
+        return [each.call.func.__name__ for each in prepared if not each.decision.outputs]
 
     @contextmanager
     def on(self) -> Generator[None, None, None]:
@@ -91,18 +99,26 @@ class SplitMode(PythonFunctionMode):
     @override
     def whole(self, value: Any) -> Any:
         """Return `value`, a tensor or anything that holds tensors, with whole tensors in the place of split ones."""
-        if isinstance(value, Tensor):
-            if (layout := layout_of(value)) is None:
-                return value
-            with torch._C.DisableTorchFunction():  # the calls that move it are not user code
-                return self._move(value, layout.placements, self._whole.placements, self._same)
-        if any(isinstance(leaf, Tensor) and layout_of(leaf) is not None for leaf in tree_leaves(value)):
-            return tree_map(lambda leaf: self.whole(leaf) if isinstance(leaf, Tensor) else leaf, value)
-        return value
+        return self.mover.whole(value)
 
-    def between_whole(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what `forward` returns, with whole tensors given to it and made of its results."""
-        return self.whole(forward(*self.whole(args), **self.whole(kwargs)))
+    def run_block(
+        self, rule: BlockRule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what `forward` returns, run by `rule`: its tensors are moved to where they cross the border."""
+        if rule.is_plain and self.rule.is_plain:
+            if not rule.has_border:
+                return forward(*args, **kwargs)
+            return self.whole(forward(*self.whole(args), **self.whole(kwargs)))
+        if rule.has_border:
+            args, kwargs = self.mover.at_border(rule, rule.inputs, (args, kwargs))
+        shapes = (self.mover.shape(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        before = self.rule, self._rows
+        self._follow(rule, next((shape[:-1] for shape in shapes if len(shape) > 1), None))
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self._follow(*before)
+        return self.mover.at_border(rule, rule.outputs, result) if rule.has_border else result
 
     @property
     def is_on(self) -> bool:
@@ -152,7 +168,10 @@ class SplitMode(PythonFunctionMode):
             kind = None
             for layout in filter(None, map(layout_of, tensors_in((kwargs["out"],)))):
                 raise _refusal(func, layout.placements)
-        decision = decide(kind, call, known, self.axes.sizes, in_place=in_place)
+        rule = self.rule
+        decision = decide(
+            kind, call, known, self.axes.sizes, in_place=in_place, splits=rule.splits, gathers=rule.gathered
+        )
         sources = tuple(each.layout.placements for each in known)
         moving = tuple(
             place
@@ -178,6 +197,12 @@ class SplitMode(PythonFunctionMode):
         added = prepared.decision.added
         if local is not tensors or added is not None:
             args, kwargs = with_tensors(args, kwargs, local, without=added)
+        if self.mover.gathers_again and prepared.moving and (gathered := gathered_among(local)):
+            with saved_as_slices(gathered):
+                return self._called(prepared, args, kwargs)
+        return self._called(prepared, args, kwargs)
+
+    def _called(self, prepared: _Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind, outputs = prepared.kind, prepared.decision.outputs
         if kind is None or kind.run is None or not outputs:
             return prepared.call.func(*args, **kwargs)
@@ -188,7 +213,7 @@ class SplitMode(PythonFunctionMode):
     def _moved_arguments(self, prepared: _Prepared, tensors: list[Tensor]) -> list[Tensor]:
         """The local tensors; the list itself where none moves."""
         if prepared.in_place:
-            tensors[0].__dict__.pop(_MOVED, None)
+            tensors[0].__dict__.pop(MOVED, None)
             if _COPIED in tensors[0].__dict__:
                 raise ValueError(
                     f"{prepared.call.func.__name__} changes a view of a split tensor in place, which would not change that "
@@ -200,7 +225,7 @@ class SplitMode(PythonFunctionMode):
         decision = prepared.decision
         for place in prepared.moving:
             where = prepared.sources[place], decision.inputs[place], decision.enters[place]
-            local[place] = self._move(tensors[place], *where)
+            local[place] = self.mover.move(tensors[place], *where)
         if decision.writes_back:
             if prepared.call.func.__name__ in _REFUSED:
                 raise _refusal(prepared.call.func, prepared.sources[0])
@@ -212,24 +237,6 @@ class SplitMode(PythonFunctionMode):
         everywhere, target = self._whole.placements, prepared.sources[0]
         tensor.copy_(moves.move(whole, everywhere, target, (False,) * len(everywhere), self.axes))
         return None if prepared.call.func is Tensor.__setitem__ else tensor
-
-    def _move(
-        self, tensor: Tensor, source: tuple[Placement, ...], target: tuple[Placement, ...], enters: tuple[bool, ...]
-    ) -> Tensor:
-        """The local tensor at `target`, remembered where other calls may want it (queries, keys and values of one input)."""
-        if source == target and not (any(enters) and tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor
-        # The gradient of a leaf would hold it, and it what is remembered; changes of inference tensors are not counted.
-        if (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference():
-            return moves.move(tensor, source, target, enters, self.axes)
-        known = tensor.__dict__.setdefault(_MOVED, {})
-        key = target, enters, torch.is_grad_enabled()
-        if (found := known.get(key)) is not None and found[:2] == (tensor._version, found[2]._version):
-            moved: Tensor = found[2]
-            return moved
-        moved = moves.move(tensor, source, target, enters, self.axes)
-        known[key] = tensor._version, moved._version, moved
-        return moved
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
@@ -263,9 +270,10 @@ class SplitMode(PythonFunctionMode):
         now = [*placements]
         for axis, placement in enumerate(placements):
             if isinstance(placement, Partial):
-                rest = self.rest(tuple(tensor.shape), axis)
+                rest = self._rest(prepared.kind, tensor, now, axis)
                 if isinstance(rest, Shard):
-                    tensor, now[axis] = moves.scatter(tensor, rest, self.axes, axis), rest
+                    now[axis] = rest
+                    tensor = moves.scatter(tensor, local_shard(now, self.axes.sizes, axis), self.axes, axis)
                 else:
                     tensor, now[axis] = moves.reduce(tensor, self.axes, axis), REPLICATE
         if added is not None:
@@ -274,15 +282,31 @@ class SplitMode(PythonFunctionMode):
         layout = self._layout_of(tensor, now)
         return tensor if layout is None else with_layout(tensor, layout)
 
-    def _layout_of(self, tensor: Tensor, placements: Sequence[Placement]) -> Layout | None:
-        """Return where a local tensor at these placements is; None for whole."""
-        if all(placement == REPLICATE for placement in placements):
-            return None
+    def _rest(self, kind: Kind | None, tensor: Tensor, now: list[Placement], axis: int) -> Placement:
+        """Where a sum along `axis` is left."""
+        if not self.rule.sums or kind is None or not kind.sums_rest:
+            return REPLICATE
+        key = self.rule.sums, self._rows, tensor.shape, *now, axis
+        if (found := self._rests.get(key)) is None:
+            others = [*now]
+            others[axis] = REPLICATE
+            shape = self._whole_shape(tensor, others)
+            sizes = self.axes.sizes
+            found = self._rests[key] = rest_of(self.rule, self._rows, shape, others, axis=axis, sizes=sizes)
+        return found
+
+    def _whole_shape(self, tensor: Tensor, placements: Sequence[Placement]) -> tuple[int, ...]:
         shape = [*tensor.shape]
         for placement, size in zip(placements, self.axes.sizes, strict=True):
             if isinstance(placement, Shard):
                 shape[placement.dim] *= size
-        return Layout(tuple(shape), tuple(placements))
+        return tuple(shape)
+
+    def _layout_of(self, tensor: Tensor, placements: Sequence[Placement]) -> Layout | None:
+        """Return where a local tensor at these placements is; None for whole."""
+        if all(placement == REPLICATE for placement in placements):
+            return None
+        return Layout(self._whole_shape(tensor, placements), tuple(placements))
 
 
 def _refusal(func: Callable[..., Any], placements: Sequence[Placement]) -> ValueError:

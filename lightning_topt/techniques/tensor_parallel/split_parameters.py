@@ -11,7 +11,17 @@ from torch import Tensor, nn
 
 from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.layout import Layout, Span, check_divides, cut, cut_spans, with_layout
+from lightning_topt.techniques.tensor_parallel.layout import (
+    REPLICATE,
+    Layout,
+    Span,
+    check_divides,
+    cut_spans,
+    local_shard,
+    own_slice,
+    pieces,
+    with_layout,
+)
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 
@@ -24,17 +34,17 @@ class SplitTensor:
 
     def own(self, whole: Tensor) -> Tensor:
         """Return this rank's slice of `whole`, a tensor of its own."""
-        for axis, placement in enumerate(self.layout.placements):
-            if isinstance(placement, Shard):
-                whole = cut(whole, placement, index=self.axes.coordinates[axis], count=self.axes.sizes[axis])
-        return whole.clone(memory_format=torch.contiguous_format)
+        axes = self.axes
+        own = own_slice(whole, self.layout.placements, coordinates=axes.coordinates, sizes=axes.sizes)
+        return own.clone(memory_format=torch.contiguous_format)
 
     def whole(self, local: Tensor) -> Tensor:
         """Return the whole tensor of all slices, on every rank. A collective call."""
+        now = [*self.layout.placements]
         for axis in reversed(range(len(self.axes))):
-            placement = self.layout.placements[axis]
-            if isinstance(placement, Shard):
-                local = moves.all_gather(local, placement, self.axes, axis)
+            if isinstance(now[axis], Shard):
+                local = moves.all_gather(local, local_shard(now, self.axes.sizes, axis), self.axes, axis)
+                now[axis] = REPLICATE
         return local
 
     @property
@@ -46,11 +56,15 @@ class SplitTensor:
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """The runs of indices that this rank's slice has of the whole tensor, by dim."""
         spans: list[tuple[Span, ...]] = [(Span(0, 0, size),) for size in self.layout.shape]
+        now: list[Placement] = [REPLICATE] * len(self.axes)
         for axis, placement in enumerate(self.layout.placements):
             if isinstance(placement, Shard):
-                place = self.axes.coordinates[axis]
+                now[axis] = placement
                 spans[placement.dim] = cut_spans(
-                    spans[placement.dim], placement, index=place, count=self.axes.sizes[axis]
+                    spans[placement.dim],
+                    local_shard(now, self.axes.sizes, axis),
+                    index=self.axes.coordinates[axis],
+                    count=self.axes.sizes[axis],
                 )
         return tuple(spans)
 
@@ -67,16 +81,21 @@ def check_split(name: str, shape: tuple[int, ...], placements: tuple[Placement, 
     """Raise ValueError where parameter `name` of this shape cannot be cut so; names the parameter and the axis."""
     if len(placements) != len(axes):
         raise ValueError(f"parameter {name!r} has {len(placements)} placements for the axes {axes.names}")
+    if pieces(placements, axes.sizes) is None:
+        raise ValueError(
+            f"parameter {name!r} is cut along one dim by several of the axes {', '.join(axes.names)}, and the parts of one are "
+            "not pieces of the parts of another; choose other parts, or another dim"
+        )
     left = [*shape]
-    for placement, axis, size in zip(placements, axes.names, axes.sizes, strict=True):
+    for axis, (placement, named, size) in enumerate(zip(placements, axes.names, axes.sizes, strict=True)):
         if not isinstance(placement, Shard):
             continue
         if placement.dim >= len(shape):
             raise ValueError(
-                f"parameter {name!r} of shape {shape} has no dim {placement.dim} to split along axis {axis!r}"
+                f"parameter {name!r} of shape {shape} has no dim {placement.dim} to split along axis {named!r}"
             )
-        what = f"dim {placement.dim} of parameter {name!r} along axis {axis!r}"
-        check_divides(left[placement.dim], placement.parts, size, what=what)
+        what = f"dim {placement.dim} of parameter {name!r} along axis {named!r}"
+        check_divides(left[placement.dim], local_shard(placements, axes.sizes, axis).parts, size, what=what)
         left[placement.dim] //= size
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import Placement, Replicate
+from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import join_parameters, split_parameters
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
@@ -25,12 +29,12 @@ def compare(
     loss_of: Callable[[nn.Module], Tensor],
     placements: Placements,
     mesh: Mesh,
-    rest: Callable[[tuple[int, ...], int], Placement] = lambda shape, axis: Replicate(),
+    rules: Mapping[str, BlockRule] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Largest difference of the loss ("loss"), of every gradient (relative to its largest element) and of every buffer.
 
     `placements` are those of parameters whose name ends so; all others are whole. "whole call of ...": functions that got
-    whole tensors because no row fits them. `rest` is that of `SplitMode`.
+    whole tensors because no row fits them. `rules` are those of blocks, by their names.
     """
     torch.manual_seed(1)
     module = make()
@@ -47,7 +51,11 @@ def compare(
     assert all(tuple(one.slice.shape) == one.how.local_shape for one in pieces)
     split = {one.slice: one.how for one in pieces}
     parameters = dict(module.named_parameters())
-    mode = SplitMode(axes, rest=rest)
+    mode = SplitMode(axes, rule=rules.get("", BlockRule()))
+    for name, rule in rules.items():
+        if name:
+            block = module.get_submodule(name)
+            block.forward = partial(_run_block, mode, rule, block.forward)  # type: ignore[method-assign]
     torch.manual_seed(2)
     with mode:
         loss = loss_of(module)
@@ -70,6 +78,10 @@ def compare(
         assert torch.equal(parameter, others[name]), f"{name} did not come back"
     found |= {f"{_WHOLE}{name}": float(count) for name, count in Counter(mode.whole_calls).items()}
     return found
+
+
+def _run_block(mode: SplitMode, rule: BlockRule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return mode.run_block(rule, forward, args, kwargs)
 
 
 def check(results: list[dict[str, float]], *, tolerance: float = 1e-5, whole_calls: int | None = 0) -> None:

@@ -86,6 +86,8 @@ PRODUCTS = [
 ]
 ATTENTION = [
     S(F.scaled_dot_product_attention, r(2, 4, 6, 8), r(2, 4, 6, 8), r(2, 4, 6, 8), is_causal=True),
+    S(F.scaled_dot_product_attention, r(2, 2, 8, 4), r(2, 2, 8, 4), r(2, 2, 8, 4), is_causal=True, parts=(1, 2)),
+    S(F.scaled_dot_product_attention, r(2, 2, 8, 4), r(2, 2, 5, 4), r(2, 2, 5, 4), None, 0.3, True, parts=(1, 2)),
     S(F.scaled_dot_product_attention, r(2, 4, 6, 8), r(2, 4, 5, 8), r(2, 4, 5, 8), attn_mask=mask(2, 1, 6, 5)),
     S(F.scaled_dot_product_attention, r(2, 4, 6, 8), r(2, 4, 5, 8), r(2, 4, 5, 8), attn_mask=r(4, 6, 5)),
     S(F.scaled_dot_product_attention, r(2, 8, 6, 8), r(2, 4, 6, 8), r(2, 4, 6, 8), enable_gqa=True, scale=0.2),

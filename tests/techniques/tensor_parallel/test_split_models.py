@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
+from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from tests.launch import run_ranks
 from tests.models import Mixture
 from tests.techniques.tensor_parallel.on_ranks import check, compare
@@ -300,9 +301,7 @@ def test_models_on_two_axes() -> None:
         check([found[name] for found in results])
 
 
-def rest_by_step(shape: tuple[int, ...], axis: int) -> Placement:
-    """Sums of (sample, step, channel) stay split by step (Korthikanti et al., arXiv 2205.05198)."""
-    return Shard(1) if len(shape) == 3 and shape[1] % 2 == 0 else Replicate()
+BY_STEP = BlockRule(sums=(Shard(1),))  # sums of (sample, step, channel), Korthikanti et al., arXiv 2205.05198
 
 
 def even_loss(module: nn.Module) -> Tensor:
@@ -311,10 +310,8 @@ def even_loss(module: nn.Module) -> Tensor:
 
 
 def test_sequence_parallel() -> None:
-    """Experts of Mixtral are picked by token, so tokens are gathered for each. BERT has a whole layer in its head: to gather
-    its few tokens moves less than to sum its gradient.
-    """
+    """Experts of Mixtral are picked by token, so tokens are gathered for each."""
     cases = {name: (CASES[name][0], even_loss, CASES[name][2]) for name in ("llama", "gpt2", "bert", "t5", "mixtral")}
-    results = run_ranks(partial(all_of, rest=rest_by_step), 2, cases, Mesh((Axis("tensor", 2),)))
+    results = run_ranks(partial(all_of, rules={"": BY_STEP}), 2, cases, Mesh((Axis("tensor", 2),)))
     for name in cases:
-        check([found[name] for found in results], whole_calls={"mixtral": None, "bert": 1}.get(name, 0))
+        check([found[name] for found in results], whole_calls=None if name == "mixtral" else 0)

@@ -7,12 +7,11 @@ captured as a step of its own: operators, memory and collectives of split blocks
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,10 +25,12 @@ from lightning_topt.graph.op_config import OpConfig, Partial, Placements, Replic
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.techniques.technique import Applied, BlockSeconds, Neighbours, ParallelModel, Technique
 from lightning_topt.techniques.tensor_parallel.layout import Layout, layout_of, with_layout
+from lightning_topt.techniques.tensor_parallel.random_states import draw_alike
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import (
     SplitParameter,
     join_parameters,
+    joined_parameters,
     split_parameters,
 )
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
@@ -79,7 +80,8 @@ class TensorParallelism(Technique):
             return None
         axes = TensorAxes.with_groups(model.mesh)
         _take_over(model.module, model.device)
-        _draw_alike(own_group(model.mesh.groups_along(model.mesh.tensor_axes)))
+        if model.num_microbatches == 1:
+            draw_alike(own_group(model.mesh.groups_along(model.mesh.tensor_axes)))
         split = split_parameters(model.module, split_placements(model.configs, model.mesh), axes)
         new = {one.original: one.slice for one in split}
         model.parameters = {
@@ -100,6 +102,7 @@ class TensorParallelism(Technique):
             replaced={one.original: one.slice for one in split},
             split={one.original: one.how for one in split},
             around_step=mode.on,
+            joined=partial(joined_parameters, model.module, split),
         )
 
 
@@ -123,7 +126,7 @@ class _SplitForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name, layout in self.layouts.items():
             parameter = self.own[name]
-            if parameter is not None and layout_of(parameter) is None:
+            if parameter is not None and layout_of(parameter) is None and parameter.shape != layout.shape:
                 with_layout(parameter, layout)  # gathered by FSDP2, which put it there
         with self.mode.on():
             if self.is_repeated:
@@ -163,18 +166,3 @@ def _take_over(module: nn.Module, device: torch.device) -> None:
     for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
         tensor.data = tensor.data.to(device).contiguous()
         dist.broadcast(tensor.data, 0)
-
-
-def _draw_alike(group: dist.ProcessGroup) -> None:
-    states = [(torch.get_rng_state(), _cuda_state(), np.random.get_state(), random.getstate())]
-    dist.broadcast_object_list(states, group=group, group_src=0)
-    cpu, cuda, of_numpy, of_python = states[0]
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-    np.random.set_state(of_numpy)
-    random.setstate(of_python)
-
-
-def _cuda_state() -> torch.Tensor | None:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

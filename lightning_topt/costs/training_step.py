@@ -19,12 +19,14 @@ from lightning_topt.costs.lifetimes import Phases
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.page_faults import kernels_bytes
 from lightning_topt.costs.segments import Segments, blocks_reduced_last, locate
-from lightning_topt.costs.sizes import ROOT
+from lightning_topt.costs.sizes import ROOT, gradient_bytes
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.collective_ops import shown_collective
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import Placements
 from lightning_topt.graph.op_graph import Kernel, OpGraph, Parameter
+
+MICROBATCH_NOTE_BYTES = 12_000  # that the ranks of a tensor group exchange of each: random states, what is in a batch
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class TrainingStep:
             pays `Device.page_fault_seconds_per_byte` for what it takes anew.
         split: where parameters are along the tensor axes of `mesh`, by block and name in the block; `graph` is then the step
             of a rank that holds slices of them.
+        num_microbatches: batches of `batch_size` samples that run one after the other, forward and backward, in a step; their
+            gradients are exchanged once. Each comes from another rank of a tensor group, which broadcasts it.
+        joined_bytes: bytes of parameters that a rank does not hold, but needs for an evaluation.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample or of a size that the
     graph says nothing about, and an exchange that these ranks cannot have.
@@ -57,6 +62,8 @@ class TrainingStep:
     exchange: ExchangeOptions | None = None
     returns_memory: bool = False
     split: Mapping[str, tuple[tuple[str, Placements], ...]] = field(default_factory=dict)
+    num_microbatches: int = 1
+    joined_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)
@@ -205,9 +212,21 @@ class TrainingStep:
         return self.optimizer.update_seconds(parameter.name, numel=parameter.numel, device=device, share=share)
 
     @cached_property
-    def buffers_seconds(self) -> float:
-        """Seconds to send rank 0's buffers to all ranks, before each forward."""
-        return self.collective_seconds("broadcast", self.graph.buffer_bytes, axes=self.mesh.data_axes)
+    def sent_seconds(self) -> float:
+        """Seconds to send what a step needs: rank 0's buffers to all ranks, microbatches to the ranks of a tensor group."""
+        count, buffers = self.num_microbatches, self.graph.buffer_bytes
+        if count == 1:
+            return self.collective_seconds("broadcast", buffers, axes=self.mesh.data_axes)
+        along, batch = self.mesh.tensor_axes, self.graph.input_bytes.at(self.batch_size)
+        batches = count * self.collective_seconds("broadcast", batch, axes=along)
+        notes = 2 * self.collective_seconds("all_gather", count * MICROBATCH_NOTE_BYTES, axes=along)
+        return batches + notes + self.collective_seconds("broadcast", buffers, axes=range(len(self.mesh.axes)))
+
+    @cached_property
+    def accumulation_seconds(self) -> float:
+        """Seconds to add up the gradients of microbatches: read twice and written for each but the first, scaled once."""
+        size = sum(map(gradient_bytes, self.graph.parameters))
+        return (1.5 * (self.num_microbatches - 1) + 1) * self.copy_seconds(size) if self.num_microbatches > 1 else 0.0
 
 
 def number_alike_blocks(step: TrainingStep) -> dict[str, int]:

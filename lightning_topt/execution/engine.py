@@ -67,6 +67,7 @@ class Engine:
         self._applied: list[Applied] = []
         self._split: dict[Tensor, SplitTensor] = {}
         self._slices: dict[Tensor, int] = {}
+        self._joined = False
         self._model: nn.Module = module
         self._optimizers: dict[Optimizer, AttachedOptimizer] = {}
         self._schedules: dict[int, tuple[Action, ...]] = {}
@@ -101,6 +102,7 @@ class Engine:
             root=self.module if wrapped is None else wrapped,
             exchange=self.plan.gradient_exchange,
             options=self._options,
+            num_microbatches=self.plan.num_microbatches,
         )
         for technique in TECHNIQUES:
             if (applied := technique.apply(model)) is not None:
@@ -159,6 +161,21 @@ class Engine:
             for applied in self._applied:
                 stack.enter_context(applied.no_sync())
             yield
+
+    @contextmanager
+    def joined(self) -> Generator[None, None, None]:
+        """Within it parameters that are cut along tensor axes are whole, so that ranks may run the module by themselves.
+
+        Entering is a collective call.
+        """
+        with ExitStack() as stack:
+            for applied in self._applied:
+                stack.enter_context(applied.joined())
+            self._joined = True
+            try:
+                yield
+            finally:
+                self._joined = False
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients to a common norm of at most `max_norm`; returns the norm before. A collective call."""
@@ -270,6 +287,8 @@ class Engine:
 
     @property
     def _split_names(self) -> dict[str, SplitTensor]:
+        if self._joined:
+            return {}
         named = (item for of_block in self._parameters.values() for item in of_block.items())
         return {name: self._split[parameter] for name, parameter in named if parameter in self._split}
 

@@ -21,9 +21,12 @@ OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, functool
 REGISTRIES = ("_parameters", "_modules", "forward")  # looked at otherwise, or ours
 
 
-def describe(roots: Iterable[Any]) -> Any:
-    """Return the state of `roots`: of modules with their submodules, user globals of their files and closures."""
-    describer = _Describer()
+def describe(roots: Iterable[Any], *, identities: bool = False) -> Any:
+    """Return the state of `roots`: of modules with their submodules, user globals of their files and closures.
+
+    With `identities` another tensor of the same shape is another state.
+    """
+    describer = _Describer(identities=identities)
     return [describer.module(root) if isinstance(root, nn.Module) else describer.value(root) for root in roots]
 
 

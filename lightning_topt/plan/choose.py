@@ -177,7 +177,7 @@ def choose(
     if not candidates:
         planned = sorted({point.devices for point in points})
         raise ValueError(f"there are no plans for {devices} devices; plans were made for {planned}")
-    fitting = [p for p in candidates if memory_limit is None or p.peak_bytes * (1 + memory_margin) <= memory_limit]
+    fitting = fitting_points(candidates, memory_limit=memory_limit, memory_margin=memory_margin)
     if not fitting:
         assert memory_limit is not None
         raise NoPlanFitsError(_why_none_fits(candidates, memory_limit, memory_margin))
@@ -193,6 +193,13 @@ def choose(
         ]
     )
     return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, reason=f"{reason}."))
+
+
+def fitting_points(
+    points: Iterable[PlanPoint], *, memory_limit: float | None, memory_margin: float = 0.05
+) -> list[PlanPoint]:
+    """Return the points that fit into `memory_limit` with their margin; all without a limit."""
+    return [p for p in points if memory_limit is None or p.peak_bytes * (1 + memory_margin) <= memory_limit]
 
 
 def _by_time(point: PlanPoint) -> tuple[float, float]:
@@ -291,9 +298,19 @@ def _neighbours(
         change = (smaller.step_seconds - chosen.step_seconds) / chosen.step_seconds
         pace = f"is {100 * change:.1f} % slower" if change >= 0 else f"{100 * -change:.1f} % of the time"
         sentences.append(f"the next smaller plan ({smaller.plan.summary()}) saves {saved} and {pace}")
-    if exchange := _why_compressed(chosen, peers):
-        sentences.append(exchange)
+    fitting = fitting_points(peers, memory_limit=memory_limit, memory_margin=memory_margin)
+    sentences += filter(None, [_why_compressed(chosen, peers), _why_split(chosen, fitting)])
     return sentences
+
+
+def _why_split(chosen: PlanPoint, fitting: Sequence[PlanPoint]) -> str:
+    if not chosen.plan.mesh.tensor_axes:
+        return ""
+    whole = [point for point in fitting if not point.plan.mesh.tensor_axes]
+    words = "parameters are split over ranks inside a node"
+    if not whole:
+        return f"{words}, without which no plan fits"
+    return f"{words}: without that the fastest plan takes {format_seconds(min(point.step_seconds for point in whole))}"
 
 
 def _why_compressed(chosen: PlanPoint, peers: Sequence[PlanPoint]) -> str:

@@ -83,11 +83,13 @@ class ParallelPlan:
 
     `model` and `fingerprint` say which model it was made for (`OpGraph.fingerprint`; None in a hand-written plan means
     "any model that has these modules"). `batch_size` is per rank. `gradient_exchange` is for gradients that are whole on
-    every rank; None: an all-reduce. `predicted` and `reason` are for people.
+    every rank; None: an all-reduce. `num_microbatches` is the number of batches that the ranks of a tensor group run together
+    in a step, one after the other: 1, a batch that all of them get, or as many as they are, the batch of each rank.
+    `predicted` and `reason` are for people.
 
     A plan says what is to run; whether a release can run it is asked of the techniques (`techniques.registry`).
-    Raises PlanError when a placement does not have as many axes as the mesh, or the gradient exchange is none that a plan
-    can fix.
+    Raises PlanError when a placement does not have as many axes as the mesh, the gradient exchange is none that a plan can
+    fix, or the microbatches are neither one nor as many as the ranks of a tensor group.
     """
 
     mesh: Mesh
@@ -99,12 +101,17 @@ class ParallelPlan:
     predicted: Prediction | None = None
     reason: str = field(default="", compare=False)
     gradient_exchange: ExchangeOptions | None = None
+    num_microbatches: int = 1
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise PlanError("a plan has at least one stage")
         for block in {block.config: block for block in self.blocks}.values():
             self._check_axes(block)
+        if self.num_microbatches not in (1, ranks := self.mesh.ranks_along(self.mesh.tensor_axes)):
+            raise PlanError(
+                f"num_microbatches is 1, or the ranks along tensor axes, {ranks}; got {self.num_microbatches}"
+            )
         if self.gradient_exchange is not None:
             try:
                 check_exchange(self.gradient_exchange)
@@ -155,6 +162,8 @@ class ParallelPlan:
         blocks = ", ".join(f"{count} x {name}" for name, count in counts.items())
         if len(self.mesh.axes) > 1:
             blocks += f" on {' x '.join(f'{axis.name} {axis.size}' for axis in self.mesh.axes)}"
+        if self.num_microbatches > 1:
+            blocks += f", {self.num_microbatches} microbatches"
         if self.gradient_exchange is None:
             return blocks
         return f"{blocks}, gradients {describe_exchange(self.gradient_exchange)}"
@@ -173,6 +182,7 @@ class ParallelPlan:
             "predicted": dataclasses.asdict(self.predicted) if self.predicted else None,
             "reason": self.reason,
             **({} if exchange is None else {"gradient_exchange": exchange_to_dict(exchange)}),
+            **({} if self.num_microbatches == 1 else {"num_microbatches": self.num_microbatches}),
             "stages": [
                 {"blocks": [{"block": b.block, **configs[b.config]} for b in stage.blocks]} for stage in self.stages
             ],
@@ -255,6 +265,7 @@ def _read(data: Any) -> ParallelPlan:
         batch_size=None if data.get("batch_size") is None else whole(data["batch_size"], name="batch_size"),
         predicted=None if data.get("predicted") is None else _prediction(data["predicted"]),
         gradient_exchange=exchange_from_value(data.get("gradient_exchange")),
+        num_microbatches=whole(data.get("num_microbatches", 1), name="num_microbatches"),
         **texts,
     )
 

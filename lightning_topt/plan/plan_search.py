@@ -53,6 +53,8 @@ class SearchRequest:
             `error_bound`.
         split: the same step as one whose parameters can be split over tensor axes; None: no mesh has one.
         mesh: the only mesh to look at, of as many ranks as each of `device_counts`; None: all.
+        own_batches: look at meshes with a tensor axis only, whose ranks bring a batch each, as data ranks do: the ranks of a
+            tensor group run these as microbatches.
     """
 
     graph: OpGraph
@@ -68,6 +70,7 @@ class SearchRequest:
     max_seconds: float = 10.0
     split: SplitModel | None = None
     mesh: Mesh | None = None
+    own_batches: bool = False
 
 
 def search_plans(request: SearchRequest) -> PlanFrontier:
@@ -126,6 +129,7 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
             cluster=step.cluster.name,
             predicted=Prediction(seconds, peak, compute, max(seconds - compute, 0.0)),
             gradient_exchange=step.exchange,
+            num_microbatches=step.num_microbatches,
         )
         found.append(PlanPoint(seconds, peak, step.mesh.size, plan))
     return found
@@ -179,6 +183,9 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
     if request.mesh is not None:
         yield from _spaces_on(request, request.mesh)
         return
+    if request.own_batches:
+        yield from _spaces_of_own_batches(request, count)
+        return
     sizes = tensor_sizes(cluster, count) if request.split is not None else []
     sizes = [size for size in sizes if samples % (count // size) == 0]
     if samples % count and not sizes:
@@ -217,6 +224,17 @@ def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[_Space]:
     assert request.split is not None, "a mesh with a tensor axis needs a model that can be split"
     for split in tensor_steps(step, request.split, mesh=mesh):
         yield from _spaces_of(split, (), shards=request.shards)
+
+
+def _spaces_of_own_batches(request: SearchRequest, count: int) -> Iterator[_Space]:
+    """The plans for `count` ranks that bring a batch each, along a tensor axis."""
+    assert request.split is not None, "a mesh with a tensor axis needs a model that can be split"
+    for size in tensor_sizes(request.cluster, count):
+        mesh = next(tensor_meshes(request.cluster, count, size))
+        common = request.graph, request.cluster, request.optimizer, mesh, request.global_batch_size / count
+        whole = TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
+        for step in tensor_steps(replace(whole, num_microbatches=size), request.split, mesh=mesh):
+            yield from _spaces_of(step, (), shards=False)
 
 
 def _spaces_of(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.groups import Group
+from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placements, Replicate
@@ -55,7 +56,22 @@ def tensor_steps(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> Itera
                 optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
                 exchange=None,
                 split=candidate.by_block(blocks),
+                joined_bytes=_whole_bytes(whole.graph) - _whole_bytes(local) if whole.num_microbatches > 1 else 0.0,
             )
+
+
+def least_seconds(whole: TrainingStep, size: int) -> float:
+    """Return seconds that no step is below in which tensor groups of `size` ranks run the batches of their ranks.
+
+    `whole` is the step of a data rank. All of the computation and the update is split at best, which takes a collective in
+    forward and one in backward; the exchange along data axes is hidden.
+    """
+    (mesh, *_) = tensor_meshes(whole.cluster, whole.mesh.size, size)
+    step = replace(whole, mesh=mesh, num_microbatches=size)
+    compute = float(sum(times.sum() for times in step.compute.values()))
+    update = sum(step.update_seconds(parameter, share=1 / size) for parameter in step.graph.parameters)
+    collectives = 2 * size * step.collective_seconds("all_reduce", 1.0, axes=mesh.tensor_axes)
+    return compute + update + collectives + step.sent_seconds
 
 
 def placed_parameters(step: TrainingStep) -> dict[str, tuple[tuple[str, Placements], ...]]:
@@ -69,6 +85,10 @@ def placed_parameters(step: TrainingStep) -> dict[str, tuple[tuple[str, Placemen
     return {
         block: tuple((name, placed(along)) for name, along in split) for block, split in step.split.items() if split
     }
+
+
+def _whole_bytes(graph: OpGraph) -> float:
+    return float(sum(map(parameter_bytes, graph.parameters)))
 
 
 def _shares(local: OpGraph, whole: OpGraph) -> dict[str, float]:

@@ -150,9 +150,10 @@ class AutoParallelStrategy(DataRanks):
                 self._start_plan(trainer)
 
     def _set_up_evaluation(self, trainer: pl.Trainer) -> None:
-        """As ddp does; where the last fit ran in shards, in these again, which the device is known to hold."""
+        """As ddp does; where the last fit evaluated in shards, in these again, which the device is known to hold."""
         self._open_exchange(None)
-        if self.parallel_plan is None or self.parallel_plan.keeps_gradients_whole:
+        plan = self.parallel_plan
+        if plan is None or plan.keeps_gradients_whole or plan.num_microbatches > 1:
             super().setup(trainer)
             return
         assert self.accelerator is not None and self.lightning_module is not None
@@ -217,6 +218,7 @@ class AutoParallelStrategy(DataRanks):
             self._unclip = clip_sharded(self.precision_plugin, device=self.root_device, slices=self._engine.slices_of)
         module.to(self.root_device)
         self._running = True
+        self._take_turns()
         self._group_metrics(module)
 
     def _start_plan(self, trainer: pl.Trainer) -> None:
@@ -260,12 +262,6 @@ class AutoParallelStrategy(DataRanks):
         options = self._run_options()
         register_hook(self.model, options.hook, options.hook_state)
 
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        with super().block_backward_sync() if self._engine is None or not self._running else self._engine.no_sync():
-            yield
-
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -275,6 +271,7 @@ class AutoParallelStrategy(DataRanks):
     def teardown(self) -> None:
         self._waits_for_batch = False
         self._ungroup_metrics()
+        self._end_turns(failed=self._failed)
         if self._unclip is not None:
             self._unclip()
             self._unclip = None
@@ -313,7 +310,7 @@ class AutoParallelStrategy(DataRanks):
 
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:
-        if self._engine is None or not self._engine.has_shards:
+        if self._engine is None or not self._engine.has_shards or self._turns is not None:
             yield
             return
         # Parameters gathered in inference mode would be inference tensors, which the next training step cannot update.

@@ -16,11 +16,13 @@ from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
 from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run
+from lightning_topt.plugins.own_batches import why_no_turns
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import on_every_rank
 from lightning_topt.plugins.read_options import MeshPlan, UniformPlan
-from lightning_topt.plugins.searched_plan import capture_on_ranks, needs_whole_parameters, search_all, search_mesh
+from lightning_topt.plugins.searched_plan import capture_on_ranks, needs_whole_parameters, search_mesh
+from lightning_topt.plugins.tensor_look import search_default
 
 Decision = tuple[ParallelPlan, Planning | None, str]
 
@@ -56,7 +58,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
             plan = given.of(graph, mesh)
             on_every_rank(lambda: _check_features(plan, request, trainer, graph))
             return plan, None, "given"
-        return *search_all(request, trainer, graph), "search"
+        return *search_default(request, trainer, batch, graph), "search"
     except Exception as error:
         if request.insists or is_of_collective(error):
             raise
@@ -81,6 +83,11 @@ def _check_features(
     if shards and (reason := needs_whole_parameters(request, trainer, graph, would_shard=would_shard)):
         way_out = "choose a plan without tensor axes" if split else "choose ZeRO level 0 or 1"
         raise PlanError(f"this plan shards parameters, but {reason}; {way_out}")
+    if plan.num_microbatches > 1 and (reason := why_no_turns(trainer)):
+        raise PlanError(
+            f"under this plan ranks run the batches of one another, but {reason}; leave out num_microbatches, or choose a plan "
+            "without tensor axes"
+        )
     check_exchange_of_run(plan, trainer)
 
 

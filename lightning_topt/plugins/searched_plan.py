@@ -6,14 +6,17 @@ import contextlib
 import dataclasses
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
@@ -40,7 +43,14 @@ from lightning_topt.techniques.tensor_parallel.split_candidates import SplitMode
 _SEARCH_SECONDS = 3.0  # a fit waits for it
 
 
-def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: FunctionTrace | None = None) -> OpGraph:
+class Trace(Protocol):
+    """Sees the forward pass of a copy of a module."""
+
+    def of(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context in which it runs."""
+
+
+def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None) -> OpGraph:
     """Return the graph of rank 0's step: on fake tensors, or on real ones by all ranks where it depends on values.
 
     A collective call. On rank 0 `trace` gets the calls of torch functions; the step must not depend on values then. Raises
@@ -77,57 +87,60 @@ def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: FunctionTrace | 
     return graph
 
 
-def search_all(
-    request: PlanRequest,
-    trainer: pl.Trainer,
-    graph: OpGraph,
-    *,
-    given: MeshPlan | None = None,
-    mesh: Mesh | None = None,
-    split: SplitModel | None = None,
-) -> tuple[ParallelPlan, Planning | None]:
-    """Return the best plan, on `given`'s `mesh` only if there is one, and on rank 0 what was searched. A collective call."""
+@dataclass(frozen=True)
+class RunCosts:
+    """`RunCosts` are what a search needs besides the graph; `measurements` are None where the cluster was given."""
 
-    def local_graphs(profile: OptimizerProfile, cluster: Cluster) -> list[OpGraph]:
-        if split is None or mesh is None or not mesh.tensor_axes:
-            return []
-        step = TrainingStep(graph, cluster, profile, mesh, graph.batch_size)
-        return [local.graph for local in tensor_steps(step, split, mesh=mesh)]
+    optimizer: OptimizerProfile
+    cluster: Cluster
+    kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
+    measurements: Measurements | None = None
 
-    profile, cluster, kernel_seconds = _costs(request, trainer, graph, local_graphs)
-    preset, ranks = given is not None and given.preset, dist.get_world_size()
-    planning: Planning | None = None
+    def measured(self, graphs: Iterable[OpGraph]) -> dict[KernelKey, float]:
+        """Return the seconds of the kernels of `graphs`; those of rank 0 count. A collective call."""
+        if self.measurements is None:
+            return {}
+        kernels: dict[KernelKey, float] = {}
+        for each in graphs:
+            kernels |= on_every_rank(partial(self.measurements.kernel_seconds, each))
+        return kernels
 
-    def search() -> dict[str, Any]:
-        nonlocal planning
-        frontier = search_plans(
-            SearchRequest(
-                graph,
-                cluster,
-                profile,
-                device_counts=(ranks,),
-                global_batch_size=graph.batch_size * (ranks if mesh is None else mesh.data_parallel_size),
-                shards=not preset and needs_whole_parameters(request, trainer, graph) is None,
-                exchanges=exchanges_of_run(request.allowed, trainer) if mesh is None else (),
-                kernel_seconds=kernel_seconds or {},
-                returns_memory=request.saves_memory or (given is not None and given.recompute),
-                max_seconds=_SEARCH_SECONDS,
-                split=split,
-                mesh=mesh,
-            )
-        )
-        if not frontier.candidates:
-            raise PlanError(
-                "nothing of this model can be split over these ranks: its layers do not divide, or its code cannot run on "
-                "slices; choose another number of ranks or another plan"
-            )
-        chosen = _preset_of(given, frontier) if given is not None and preset else choose_for(request, frontier, cluster)
-        planning = Planning(frontier, chosen, graph)
-        return planning.chosen.plan.to_dict()
 
-    plan = ParallelPlan.from_dict(on_rank_0(search))
+def read_costs(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> RunCosts:
+    """Return the costs of this run, measured unless the cluster is given. A collective call."""
+    device = trainer.strategy.root_device
+    optimizers, named = optimizers_of(trainer)
+    profile = on_every_rank(lambda: read_optimizer(optimizers, named_parameters=named, device_type=device.type))
+    if request.cluster is not None:
+        return RunCosts(profile, request.cluster)
+    measurements = Measurements.open(device=device, num_nodes=trainer.num_nodes, progress=_progress)
+    seconds = on_every_rank(lambda: measurements.update_seconds(optimizers, named_parameters=named))
+    cluster = on_every_rank(measurements.cluster)
+    profile = dataclasses.replace(profile, seconds_per_element=seconds)
+    costs = RunCosts(profile, cluster, measurements=measurements)
+    return dataclasses.replace(costs, kernel_seconds=costs.measured([graph]))
+
+
+def search_request(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph, costs: RunCosts) -> SearchRequest:
+    """Return what to search on data axes, where every rank has a batch like the captured one."""
+    ranks = dist.get_world_size()
+    return SearchRequest(
+        graph,
+        costs.cluster,
+        costs.optimizer,
+        device_counts=(ranks,),
+        global_batch_size=graph.batch_size * ranks,
+        shards=needs_whole_parameters(request, trainer, graph) is None,
+        exchanges=exchanges_of_run(request.allowed, trainer),
+        kernel_seconds=costs.kernel_seconds,
+        returns_memory=request.saves_memory,
+        max_seconds=_SEARCH_SECONDS,
+    )
+
+
+def say(plan: ParallelPlan) -> None:
+    """Tell the user about a plan that was found."""
     rank_zero_info(f"topt: {plan.summary()}. {plan.reason}".strip())
-    return plan, planning
 
 
 def search_mesh(
@@ -147,7 +160,43 @@ def search_mesh(
         forward_context=trainer.precision_plugin.forward_context,
         device=trainer.strategy.root_device.type,
     )
-    return search_all(request, trainer, graph, given=given, mesh=mesh, split=split)
+    costs = read_costs(request, trainer, graph)
+    kernels = {**costs.kernel_seconds, **costs.measured(on_rank_0(lambda: _local_graphs(split, costs, mesh)))}
+    planning: Planning | None = None
+
+    def search() -> dict[str, Any]:
+        nonlocal planning
+        wanted = dataclasses.replace(
+            search_request(request, trainer, graph, costs),
+            global_batch_size=graph.batch_size * mesh.data_parallel_size,
+            shards=not given.preset and reason is None,
+            exchanges=(),
+            kernel_seconds=kernels,
+            returns_memory=request.saves_memory or given.recompute,
+            split=split,
+            mesh=mesh,
+        )
+        frontier = search_plans(wanted)
+        if not frontier.candidates:
+            raise PlanError(
+                "nothing of this model can be split over these ranks: its layers do not divide, or its code cannot run on "
+                "slices; choose another number of ranks or another plan"
+            )
+        chosen = _preset_of(given, frontier) if given.preset else choose_for(request, frontier, costs.cluster)
+        planning = Planning(frontier, chosen, graph)
+        return planning.chosen.plan.to_dict()
+
+    plan = ParallelPlan.from_dict(on_rank_0(search))
+    say(plan)
+    return plan, planning
+
+
+def _local_graphs(split: SplitModel, costs: RunCosts, mesh: Mesh) -> list[OpGraph]:
+    """The steps of a rank on a given mesh."""
+    if not mesh.tensor_axes:
+        return []
+    step = TrainingStep(split.graph, costs.cluster, costs.optimizer, mesh, split.graph.batch_size)
+    return [local.graph for local in tensor_steps(step, split, mesh=mesh)]
 
 
 def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
@@ -155,30 +204,6 @@ def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
     again = [(sum(block.config.recompute for block in point.plan.blocks), point) for point in frontier.uniform]
     wanted = max(count for count, _ in again) if given.recompute else 0
     return min((point for count, point in again if count == wanted), key=lambda point: point.peak_bytes)
-
-
-def _costs(
-    request: PlanRequest,
-    trainer: pl.Trainer,
-    graph: OpGraph,
-    local_graphs: Callable[[OptimizerProfile, Cluster], list[OpGraph]],
-) -> tuple[OptimizerProfile, Cluster, Mapping[KernelKey, float] | None]:
-    """Return what the search needs besides the graph, measured unless the cluster is given; of `local_graphs`, on rank 0,
-    too.
-    """
-    device = trainer.strategy.root_device
-    optimizers, named = optimizers_of(trainer)
-    profile = on_every_rank(lambda: read_optimizer(optimizers, named_parameters=named, device_type=device.type))
-    if request.cluster is not None:
-        return profile, request.cluster, None
-    measurements = Measurements.open(device=device, num_nodes=trainer.num_nodes, progress=_progress)
-    seconds = on_every_rank(lambda: measurements.update_seconds(optimizers, named_parameters=named))
-    cluster = on_every_rank(measurements.cluster)
-    profile = dataclasses.replace(profile, seconds_per_element=seconds)
-    kernels: dict[KernelKey, float] = {}
-    for each in (graph, *on_rank_0(lambda: local_graphs(profile, cluster))):
-        kernels |= on_every_rank(partial(measurements.kernel_seconds, each))
-    return profile, cluster, kernels
 
 
 def _progress(line: str) -> None:

@@ -98,9 +98,11 @@ class DataParallel(Technique):
             if model.mesh.data_parallel_size == 1 and model.mesh.tensor_axes:
                 return None
             options, ignored = model.options, _names_for_ddp(sharded)
-            arguments = (
-                dict(options.ddp) if model.data_group is None else {**options.ddp, "process_group": model.data_group}
-            )
+            arguments = dict(options.ddp)
+            if model.data_group is not None:
+                arguments["process_group"] = model.data_group
+            if model.num_microbatches > 1:
+                arguments["broadcast_buffers"] = False
             model.root = wrap_in_ddp(model.module, device=model.device, arguments=arguments, ignored=ignored)
             register_hook(model.root, options.hook, options.hook_state)
         return Applied(undo=lambda: None, no_sync=model.root.no_sync)
@@ -113,6 +115,8 @@ def whole_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lifetim
     yield phases.always("parameters", sum(map(parameter_bytes, parameters)))
     yield phases.always("gradients", gradients)
     yield Lifetime("gradients", gradients, REBUILD, REBUILD)
+    if step.num_microbatches > 1:  # those of the last step wait for zero_grad meanwhile
+        yield phases.always("gradients", gradients)
     yield from _loose_gradient_lifetimes(step, parameters)
 
 

@@ -65,16 +65,16 @@ def seconds_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, float]:
     """Return the work of a step by kind, in seconds, whether it is in the way of anything or not."""
     times = [costs.block_seconds(name, config) for name, config in configs.items()]
     compute = [costs.step.compute[name] for name in configs]
-    shared = costs.plan_seconds(configs) - costs.step.buffers_seconds
+    shared, count = costs.plan_seconds(configs) - costs.step.sent_seconds, costs.step.num_microbatches
     return {
-        "forward": float(sum(forward.sum() for forward, _ in compute)),
-        "backward": float(sum(backward.sum() for _, backward in compute)),
-        "recompute": sum(time.recompute for time in times),
+        "forward": count * float(sum(forward.sum() for forward, _ in compute)),
+        "backward": count * float(sum(backward.sum() for _, backward in compute)),
+        "recompute": count * sum(time.recompute for time in times),
         "update": sum(time.update for time in times) + shared,
         "gather": sum(sum(time.gather_foreground) + sum(time.gather_background) for time in times),
         "reduce": sum(time.reduce_foreground + time.reduce_background for time in times),
         "broadcast": sum(time.broadcast for time in times),
-        "buffers": costs.step.buffers_seconds,
+        "buffers": costs.step.sent_seconds,
     }
 
 

@@ -47,11 +47,13 @@ class PlanBatch:
     @cached_property
     def compute_seconds(self) -> Array:
         """The part of `seconds` that is computation (n,); see `explain.compute_seconds`."""
-        kernels = sum(float(self.costs.step.compute[name].sum()) for name in self.configs)
-        total = kernels + self._plan_seconds - self.costs.step.buffers_seconds
+        step = self.costs.step
+        kernels = step.num_microbatches * sum(float(step.compute[name].sum()) for name in self.configs)
+        total = kernels + self._plan_seconds - step.sent_seconds
         for block, (name, legal) in enumerate(self.configs.items()):
             added = [self.costs.block_seconds(name, config) for config in legal]
-            total += np.array([each.recompute + each.update for each in added])[self.plans[:, block]]
+            own = [step.num_microbatches * each.recompute + each.update for each in added]
+            total += np.array(own)[self.plans[:, block]]
         return np.asarray(total)
 
     @cached_property

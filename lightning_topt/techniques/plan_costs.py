@@ -1,7 +1,7 @@
 """The costs of a plan on each rank are added up from its blocks: seconds of the step, bytes at its peak.
 
-Symbols: k segment of the forward pass; c its seconds (all that is in the way), b those of its backward, u those of its
-exchanges, which start after its backward and run one after another beside the backward of earlier segments.
+Symbols: k segment of the forward pass; c its seconds (all that is in the way), b those of its (last microbatch's) backward, u
+those of its exchanges, which start after its backward and run one after another beside the backward of earlier segments.
 
     step      sum of c + f_0 + what the plan adds       f_k = max(f_(k+1) - b_k, 0) + u_k        `PlanCosts.seconds`
     peak      max over phases of the sum of lifetimes                                           `PlanCosts.memory`
@@ -109,6 +109,7 @@ class PlanCosts:
         step, phases = self.step, self.step.phases
         yield phases.always("buffers and batch", step.graph.buffer_bytes + step.graph.input_bytes.at(step.batch_size))
         yield phases.always("process", step.cluster.device.process_bytes)
+        yield Lifetime("parameters", step.joined_bytes, UPDATE, UPDATE)  # an evaluation comes when the update is over
         for technique, blocks in placed.items():
             yield from technique.plan_lifetimes(step, blocks)
 
@@ -151,10 +152,11 @@ class PlanCosts:
 
     def _block_times(self, block: str, seconds: BlockSeconds) -> Array:
         times, (forward, backward) = np.zeros((3, max(self.step.segments.count, 1))), self.step.compute[block]
+        count = self.step.num_microbatches
         first, last = self.step.segments.of_block.get(block, (0, 0))
         if block == ROOT:
             last = first = 0  # its exchanges enclose those of all other blocks
-        times[0, : len(forward)] += forward + backward
+        times[0, : len(forward)] += count * (forward + backward)
         times[1, : len(backward)] += backward
         # A gather runs beside the segment before it, in forward and in backward.
         before = self._all_forward[first - 1] if first else 0.0
@@ -162,7 +164,8 @@ class PlanCosts:
         in_forward = seconds.gather_foreground[0] + max(seconds.gather_background[0] - before, 0.0)
         in_backward = seconds.gather_foreground[1] + max(seconds.gather_background[1] - after, 0.0)
         in_backward += seconds.recompute + seconds.reduce_foreground
-        times[0, first] += in_forward + in_backward + seconds.update + seconds.broadcast
+        earlier = (count - 1) * seconds.recompute  # in backward of the microbatches before the last
+        times[0, first] += in_forward + earlier + in_backward + seconds.update + seconds.broadcast
         times[1, first] += in_backward
         times[2, first] += seconds.gather_background[1] + seconds.reduce_background
         return times
@@ -178,7 +181,8 @@ class PlanCosts:
 
     def shared_seconds(self, placed: Mapping[Technique, frozenset[str]]) -> float:
         """Return what every plan takes, and what techniques take for all the blocks that they place."""
-        return sum(t.plan_seconds(self.step, blocks) for t, blocks in placed.items()) + self.step.buffers_seconds
+        ours = self.step.sent_seconds + self.step.accumulation_seconds
+        return sum(t.plan_seconds(self.step, blocks) for t, blocks in placed.items()) + ours
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class ParallelModel:
 
     `configs` has the placement of every block by its name (``""``: all outside the named ones), `parameters` the module's own
     parameters by block and name (all names of a tied one). `root` is what forward is to be called through: techniques replace
-    it by a wrapper around it.
+    it by a wrapper around it. With several microbatches, random numbers and buffers of each are the caller's affair.
     """
 
     module: nn.Module
@@ -71,6 +71,7 @@ class ParallelModel:
     options: RunOptions = field(default_factory=RunOptions)
     split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)  # slices that are parameters now
     before_block: Callable[[nn.Module, Any, Any], Any] | None = None  # for arguments, before other hooks see them
+    num_microbatches: int = 1
 
     def blocks_of(self, technique: Technique) -> list[str]:
         """Return the names of the blocks that `technique` takes care of something of."""
@@ -133,7 +134,7 @@ class Applied:
     original one. `attach` makes the step of an optimizer over the parameters follow, and returns the step that shares it over
     ranks, if there is one. Within `no_sync` gradients are accumulated and their exchange left to a later backward, where that
     helps. `reshard` releases gathered parameters. `split` says how parameters, which stay the same objects, are cut along
-    tensor axes; forward and backward must run within `around_step`.
+    tensor axes; forward and backward must run within `around_step`. `joined` makes them whole for as long as its context lasts.
     """
 
     undo: Callable[[], None]
@@ -143,6 +144,7 @@ class Applied:
     attach: Callable[[Optimizer], ParallelStep | None] = _leave_alone
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     reshard: Callable[[], None] = lambda: None
+    joined: Callable[[], AbstractContextManager[Any]] = nullcontext
     exchange: CompressedExchange | None = None
 
 

@@ -7,13 +7,12 @@ captured as a step of its own: operators, memory and collectives of split blocks
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,10 +29,12 @@ from lightning_topt.graph.op_graph import Block
 from lightning_topt.techniques.technique import Applied, BlockSeconds, Neighbours, ParallelModel, Technique
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rules_by_block, rules_of
 from lightning_topt.techniques.tensor_parallel.layout import Layout, layout_of, with_layout
+from lightning_topt.techniques.tensor_parallel.random_states import draw_alike
 from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import (
     SplitParameter,
     join_parameters,
+    joined_parameters,
     split_parameters,
 )
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
@@ -95,7 +96,8 @@ class TensorParallelism(Technique):
             return None
         axes = TensorAxes.with_groups(model.mesh)
         _take_over(model.module, model.device)
-        _draw_alike(own_group(model.mesh.groups_along(model.mesh.tensor_axes)))
+        if model.num_microbatches == 1:
+            draw_alike(own_group(model.mesh.groups_along(model.mesh.tensor_axes)))
         split = split_parameters(model.module, split_placements(model.configs, model.mesh), axes)
         new = {one.original: one.slice for one in split}
         model.parameters = {
@@ -113,11 +115,23 @@ class TensorParallelism(Technique):
                 _unwrap(module)
             join_parameters(model.module, split)
 
+        @contextmanager
+        def joined() -> Generator[None, None, None]:
+            with joined_parameters(model.module, split):
+                for forward in wrapped.values():
+                    forward.is_joined = True
+                try:
+                    yield
+                finally:
+                    for forward in wrapped.values():
+                        forward.is_joined = False
+
         return Applied(
             undo=undo,
             replaced={one.original: one.slice for one in split},
             split={one.original: one.how for one in split},
             around_step=mode.on,
+            joined=joined,
         )
 
 
@@ -140,11 +154,14 @@ class _SplitForward:
         self.forward, self.mode, self.own = module.forward, mode, module._parameters
         self.layouts, self.rule = layouts, rule
         self.arrived: list[Layout | None] | None = None
+        self.is_joined = False  # parameters are whole for now, and ranks run by themselves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_joined:
+            return self.forward(*args, **kwargs)
         for name, layout in self.layouts.items():
             parameter = self.own[name]
-            if parameter is not None and layout_of(parameter) is None:
+            if parameter is not None and layout_of(parameter) is None and parameter.shape != layout.shape:
                 with_layout(parameter, layout)  # gathered by FSDP2, which put it there
         if self.arrived is not None:
             given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -163,6 +180,8 @@ def _before_block(
 ) -> Any:
     """FSDP2's hooks make new tensors of what passes: they get whole ones, or slices whose places the forward then knows."""
     forward = wrapped.get(module)
+    if forward is not None and forward.is_joined:
+        return args, kwargs
     if forward is None or forward.rule is None or not forward.rule.inputs:
         return mode.whole(args), mode.whole(kwargs)
     args, kwargs = mode.mover.at_border(forward.rule, forward.rule.inputs, (args, kwargs))
@@ -208,18 +227,3 @@ def _take_over(module: nn.Module, device: torch.device) -> None:
     for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
         tensor.data = tensor.data.to(device).contiguous()
         dist.broadcast(tensor.data, 0)
-
-
-def _draw_alike(group: dist.ProcessGroup) -> None:
-    states = [(torch.get_rng_state(), _cuda_state(), np.random.get_state(), random.getstate())]
-    dist.broadcast_object_list(states, group=group, group_src=0)
-    cpu, cuda, of_numpy, of_python = states[0]
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-    np.random.set_state(of_numpy)
-    random.setstate(of_python)
-
-
-def _cuda_state() -> torch.Tensor | None:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

@@ -12,11 +12,19 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
-from lightning_topt.graph.op_config import Replicate, Shard
+from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
 from lightning_topt.plan.choose import PlanFrontier
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plan.tensor_meshes import placed_parameters, tensor_meshes, tensor_sizes, tensor_steps
+from lightning_topt.plan.tensor_meshes import (
+    least_seconds,
+    placed_parameters,
+    tensor_meshes,
+    tensor_sizes,
+    tensor_steps,
+)
+from lightning_topt.techniques.explain import seconds_by_kind
+from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 from tests.models import GPT
@@ -105,3 +113,49 @@ def test_links_in_nodes_decide_on_tensor_axes(request_of_gpt: SearchRequest) -> 
         placed = [block.config.parameters for block in point.plan.blocks if block.block.startswith("blocks.")]
         assert bool(placed[0]) == ("tensor" in point.plan.mesh.names)
         assert len({tuple(each) for each in placed}) == 1
+
+
+# ---- ranks with batches of their own ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_batches(request_of_gpt: SearchRequest) -> SearchRequest:
+    return replace(request_of_gpt, own_batches=True, global_batch_size=32)  # four samples per rank, as captured
+
+
+def test_ranks_of_a_tensor_group_run_their_batches_as_microbatches(own_batches: SearchRequest) -> None:
+    frontier = search_plans(own_batches)
+    found = {(p.plan.mesh.shape[-1], p.plan.num_microbatches, p.plan.batch_size) for p in frontier.candidates}
+    assert found <= {(2, 2, 4), (4, 4, 4)} and found
+    assert {block.config.storage.level for p in frontier.candidates for block in p.plan.blocks} <= {0, 1}
+    whole = TrainingStep(own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4)
+    for point in frontier.candidates:
+        assert point.step_seconds > least_seconds(whole, point.plan.num_microbatches)
+        assert ParallelPlan.from_yaml(point.plan.to_yaml()) == point.plan
+
+
+def test_microbatches_take_their_computation_and_share_the_rest(own_batches: SearchRequest) -> None:
+    assert own_batches.split is not None
+    whole = TrainingStep(own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4)
+    mesh = next(tensor_meshes(NODES, 8, 2))
+    several = next(tensor_steps(replace(whole, num_microbatches=2), own_batches.split, mesh=mesh))
+    one = replace(several, num_microbatches=1, joined_bytes=0.0)
+    assert several.joined_bytes == sum(p.numel * 4 for p in whole.graph.parameters) - sum(
+        p.numel * 4 for p in several.graph.parameters
+    )
+    first, second = PlanCosts(one), PlanCosts(several)
+    for recompute in (False, True):
+        plan = {
+            block.name: OpConfig.zero(0, axes=2, recompute=recompute and bool(block.name) and block.recomputable)
+            for block in one.graph.blocks
+        }
+        once, both = seconds_by_kind(first, plan), seconds_by_kind(second, plan)
+        more = {kind: seconds - once[kind] for kind, seconds in both.items()}
+        passes = once["forward"] + once["backward"] + once["recompute"]
+        assert sum(more[kind] for kind in ("forward", "backward", "recompute")) == pytest.approx(passes)
+        assert more["update"] == pytest.approx(several.accumulation_seconds) and more["reduce"] == 0
+        assert more["buffers"] == pytest.approx(several.sent_seconds - one.sent_seconds) and more["buffers"] > 0
+        assert second.seconds(plan) == pytest.approx(first.seconds(plan) + passes + more["update"] + more["buffers"])
+        gradients = sum(p.numel * 4 for p in several.graph.parameters if p.trainable)
+        added = second.memory(plan) - first.memory(plan)
+        assert added[:-1] == pytest.approx(gradients) and added[-1] == pytest.approx(gradients + several.joined_bytes)

@@ -100,6 +100,11 @@ class SplitModel:
                 kept.append(split)
         return kept
 
+    @property
+    def local_graphs(self) -> list[OpGraph | None]:
+        """All that `local_graph` returned."""
+        return [*self._graphs.values()]
+
     def local_graph(self, split: ModelSplit, ranks: int) -> OpGraph | None:
         """Return the graph of one of `ranks` ranks, captured once; None where the split step cannot be captured."""
         key = ranks, tuple(split.placements.items())

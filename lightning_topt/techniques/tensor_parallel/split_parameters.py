@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -146,6 +147,19 @@ def join_parameters(module: nn.Module, split: Iterable[SplitParameter]) -> None:
     for one in split:
         one.original.data = one.how.whole(one.slice.data)
     _replace(module, {one.slice: one.original for one in split})
+
+
+@contextmanager
+def joined_parameters(module: nn.Module, split: Sequence[SplitParameter]) -> Generator[None, None, None]:
+    """Give `module` its whole parameters on every rank, and the slices again at the end. Entering is a collective call."""
+    with torch.inference_mode(False):  # an evaluation's, whose tensors could not be trained on
+        join_parameters(module, split)
+    try:
+        yield
+    finally:
+        _replace(module, {one.original: one.slice for one in split})
+        for one in split:
+            one.original.data = torch.empty(0, dtype=one.original.dtype, device=one.original.device)
 
 
 def _replace(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -1,0 +1,95 @@
+"""Each rank of a group brings a value of any structure, a batch; every rank gets those of all, one after the other.
+
+Values are pickled but for their tensors, which travel by themselves, straight from where they are.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+
+@dataclass(frozen=True)
+class _Form:
+    """All about a tensor but its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+
+
+class _Packer(pickle.Pickler):
+    """Leaves plain tensors out: `tensors` has them, and `forms` what they are like."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self.forms: list[_Form] = []
+        self._places: dict[int, int] = {}
+
+    @override
+    def persistent_id(self, value: Any) -> int | None:
+        if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized or not value.is_leaf:
+            return None
+        if id(value) not in self._places:
+            self._places[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+            self.forms.append(_Form(tuple(value.shape), value.dtype, value.device.type, value.requires_grad))
+        return self._places[id(value)]
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    @override
+    def persistent_load(self, place: int) -> Tensor:
+        return self._tensors[place]
+
+
+def check_packs(value: Any) -> None:
+    """Raise what pickle raises where `value` cannot be sent."""
+    _Packer(io.BytesIO()).dump(value)
+
+
+def values_of_members(value: Any, group: dist.ProcessGroup, *, device: torch.device) -> Iterator[Any]:
+    """Yield the value of every member of `group` in its order, this rank's own as it is; tensors of others come when it is
+    their turn, on the same type of device.
+
+    A collective call, and so is every step of the iteration. Raises what pickle raises.
+    """
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(value)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (file.getvalue(), packer.forms), group=group)
+    for member, (packed, forms) in enumerate(everyone):
+        if member == dist.get_rank(group):
+            _broadcast([tensor.detach() for tensor in packer.tensors], group, member, device)
+            yield value
+        else:
+            places = [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
+            _broadcast(places, group, member, device)
+            tensors = [
+                tensor.to(device if form.device == device.type else form.device).requires_grad_(form.requires_grad)
+                for tensor, form in zip(places, forms, strict=True)
+            ]
+            yield _Unpacker(io.BytesIO(packed), tensors).load()
+
+
+@torch.no_grad()
+def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, member: int, device: torch.device) -> None:
+    """Send the elements as bytes: backends do not know all dtypes."""
+    sent = (tensor.to(device).contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel())
+    for work in [dist.broadcast(one, group=group, group_src=member, async_op=True) for one in sent]:
+        work.wait()

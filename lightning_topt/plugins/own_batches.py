@@ -1,0 +1,108 @@
+"""Why the ranks of a tensor group cannot take the turns of one another in this fit: a step that another rank ran as well would
+not have been the same, or would have left something behind.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_topt.graph.collective_ops import NAMESPACES
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.python_state import describe, describe_surroundings
+from lightning_topt.plugins.held_parameters import is_library
+from lightning_topt.plugins.member_batches import check_packs
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+
+_RANKS = frozenset(["global_rank", "local_rank", "node_rank", "is_global_zero", "get_rank", "is_local_zero"])
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "forward")
+
+
+def why_no_turns(trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None = None) -> str | None:
+    """Return why ranks cannot run the batches of one another, as far as that can be seen before a step runs, as a clause."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    if getattr(strategy, "checkpoint_form", "full") != "full":
+        return "sharded checkpoints do not know tensor axes"
+    if getattr(strategy.precision_plugin, "scaler", None) is not None:
+        return "a gradient scaler scales the loss only after the first turns"
+    if any("backward" in vars(cls) for cls in type(module).__mro__ if not is_library(cls.__module__)):
+        return f"{type(module).__name__}.backward may do more with the loss than to differentiate it"
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        return "training_step fetches its own batches"
+    if name := _rank_in(module):
+        return f"training_step reads {name}, and another rank would not do the same with its batch"
+    if any(isinstance(metric, Metric) and metric.dist_sync_on_step for metric in module.modules()):
+        return "a metric is synchronized in each step"
+    if graph is not None and (name := _collective_in(graph)):
+        return f"training_step calls {name}, which brings ranks with different batches together"
+    try:
+        check_packs(batch)
+    except Exception as error:
+        return f"its batches cannot be sent ({error})"
+    return None
+
+
+def _collective_in(graph: OpGraph) -> str | None:
+    names = (kernel.name for op in graph.ops for kernel in (*op.forward, *op.backward))
+    return next((name for name in names if name.partition(".")[0] in NAMESPACES), None)
+
+
+def _rank_in(module: nn.Module) -> str | None:
+    """Return by which name code that `training_step` runs asks for the rank, as far as names tell."""
+    todo = [getattr(type(module), "training_step", None), *(type(part).forward for part in module.modules())]
+    seen: set[types.CodeType] = set()
+    while todo:
+        function = inspect.unwrap(found) if callable(found := todo.pop()) else None
+        if not isinstance(function, types.FunctionType) or is_library(function.__module__) or function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        names = _names_in(function.__code__)
+        if asked := sorted(names & _RANKS):
+            return asked[0]
+        todo += [vars(cls)[name] for cls in type(module).__mro__ for name in names if name in vars(cls)]
+        todo += [function.__globals__[name] for name in names if name in function.__globals__]
+    return None
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return {*code.co_names}.union(*inner)
+
+
+@dataclass
+class WatchedTrace:
+    """A trace of a step's calls that also sees whether the step changes Python objects: `changes`, after a capture."""
+
+    trace: FunctionTrace
+    changes: bool = False
+
+    def of(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context in which the forward pass of `module`, a copy that is thrown away, is traced."""
+        return self._watching(module, self.trace.of(module))
+
+    @contextmanager
+    def _watching(self, module: nn.Module, tracing: AbstractContextManager[Any]) -> Generator[None, None, None]:
+        before = _state_of(module)
+        with tracing:
+            yield
+        self.changes = self.changes or _state_of(module) != before
+
+
+def _state_of(module: nn.Module) -> Any:
+    """All that is in attributes of `module`'s parts but what Lightning keeps there, and what metrics count."""
+    of_lightning = set(vars(pl.LightningModule()))
+    parts = [part for part in module.modules() if not isinstance(part, Metric)]
+    own = [
+        {name: value for name, value in vars(part).items() if name not in _REGISTRIES and name not in of_lightning}
+        for part in parts
+    ]
+    return describe(own, identities=True), describe_surroundings({type(part) for part in parts})

@@ -1,0 +1,159 @@
+"""A search without a plan looks at tensor axes as well, where these may be better than all that data axes offer.
+
+Every rank has its own batch by then, so the ranks of a tensor group run them in turns (see `turns`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.choose import (
+    TIME_ERROR,
+    TIME_ERROR_SECONDS,
+    PlanFrontier,
+    PlanPoint,
+    fitting_points,
+)
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
+from lightning_topt.plugins.own_batches import WatchedTrace, why_no_turns
+from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.planning import Planning
+from lightning_topt.plugins.planning_ranks import on_rank_0
+from lightning_topt.plugins.searched_plan import (
+    RunCosts,
+    capture_on_ranks,
+    choose_for,
+    needs_whole_parameters,
+    read_costs,
+    say,
+    search_request,
+)
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+
+
+def search_default(
+    request: PlanRequest, trainer: pl.Trainer, batch: Any, graph: OpGraph
+) -> tuple[ParallelPlan, Planning | None]:
+    """Return the best plan for ranks that have a batch each, and on rank 0 what was searched. A collective call."""
+    costs = read_costs(request, trainer, graph)
+    search = search_request(request, trainer, graph, costs)
+    found: list[PlanFrontier] = []
+
+    def on_data_axes() -> str | None:
+        found.append(search_plans(search))
+        return _why_no_look(request, trainer, batch, search, found[0])
+
+    if (reason := on_rank_0(on_data_axes)) is None:
+        try:
+            reason = _look(request, trainer, batch, costs, search, found)
+        except Exception as error:
+            if is_of_collective(error):
+                raise
+            reason = " ".join(str(error).split())
+    logging.getLogger(__name__).debug("tensor axes: %s", reason or "searched")
+    planning: Planning | None = None
+
+    def decide() -> dict[str, Any]:
+        nonlocal planning
+        frontier = _together(found)
+        planning = Planning(frontier, choose_for(request, frontier, costs.cluster), graph)
+        return planning.chosen.plan.to_dict()
+
+    plan = ParallelPlan.from_dict(on_rank_0(decide))
+    say(plan)
+    return plan, planning
+
+
+def _why_no_look(
+    request: PlanRequest, trainer: pl.Trainer, batch: Any, search: SearchRequest, found: PlanFrontier
+) -> str | None:
+    """Why no plan with a tensor axis can be chosen, as a clause; None where one might be."""
+    (ranks,) = search.device_counts
+    sizes = tensor_sizes(search.cluster, ranks)
+    if not sizes or any((ranks // trainer.num_nodes) % size for size in sizes):
+        return "no node has several ranks"
+    if not search.optimizer.elementwise:
+        return "the optimizer does not update elements one by one"
+    best = _best_seconds(request, search, found)
+    if best is not None and request.objective == "time":
+        mesh, samples = data_mesh(ranks), search.graph.batch_size
+        step = TrainingStep(search.graph, search.cluster, search.optimizer, mesh, samples, search.kernel_seconds)
+        if not _pays(min(least_seconds(step, size) for size in sizes), best):
+            return "computation alone takes so long that the rest is not worth it"
+    return needs_whole_parameters(request, trainer, search.graph) or why_no_turns(trainer, batch, search.graph)
+
+
+def _look(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    batch: Any,
+    costs: RunCosts,
+    search: SearchRequest,
+    found: list[PlanFrontier],
+) -> str | None:
+    """Add the plans with a tensor axis to `found`, on rank 0; or return why not, as a clause. A collective call."""
+    watched = WatchedTrace(FunctionTrace())
+    graph = capture_on_ranks(trainer, batch, trace=watched)
+    split = SplitModel(
+        trainer.lightning_module,
+        batch,
+        graph,
+        watched.trace,
+        forward_context=trainer.precision_plugin.forward_context,
+        device=trainer.strategy.root_device.type,
+    )
+    search = dataclasses.replace(search, graph=graph, split=split, own_batches=True)
+
+    def by_formula() -> tuple[str | None, list[OpGraph]]:
+        if watched.changes:
+            return "training_step changes objects that the next step finds changed", []
+        frontier = search_plans(search)
+        split_best, best = _best_seconds(request, search, frontier), _best_seconds(request, search, found[0])
+        if split_best is None or (best is not None and request.objective == "time" and not _pays(split_best, best)):
+            return "no plan with a tensor axis is better", []
+        wanted = [] if costs.measurements is None else split.local_graphs
+        return None, [local for local in wanted if local is not None]
+
+    reason, local_graphs = on_rank_0(by_formula)
+    if reason is not None:
+        return reason
+    kernels = {**search.kernel_seconds, **costs.measured(local_graphs)}
+    on_rank_0(lambda: found.append(search_plans(dataclasses.replace(search, kernel_seconds=kernels))))
+    return None
+
+
+def _best_seconds(request: PlanRequest, search: SearchRequest, found: PlanFrontier) -> float | None:
+    """The least seconds of plans that fit; None where none does."""
+    limit = search.cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
+    fitting = fitting_points(found.candidates, memory_limit=limit, memory_margin=request.memory_margin)
+    return min((point.step_seconds for point in fitting), default=None)
+
+
+def _pays(seconds: float, best: float) -> bool:
+    """Whether a step of `seconds` would be chosen before the simpler ones of at least `best`; see `choose`."""
+    return seconds * (1 + TIME_ERROR) + TIME_ERROR_SECONDS < best
+
+
+def _together(found: list[PlanFrontier]) -> PlanFrontier:
+    first = found[0]
+    if len(found) == 1:
+        return first
+    points: list[PlanPoint] = [point for frontier in found for point in frontier.points]
+    return PlanFrontier.of(
+        points,
+        uniform=[point for frontier in found for point in frontier.uniform],
+        capture_seconds=first.capture_seconds,
+        search_seconds=sum(frontier.search_seconds for frontier in found),
+        error_bound=max(frontier.error_bound for frontier in found),
+    )

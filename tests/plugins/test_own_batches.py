@@ -1,0 +1,172 @@
+"""What a rank needs to run the batch of another one: the batch as it is, and a step that leaves nothing behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from torch import Tensor, nn
+
+from lightning_topt.graph.capture import capture
+from lightning_topt.plugins.member_batches import values_of_members
+from lightning_topt.plugins.own_batches import WatchedTrace, why_no_turns
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from tests.launch import run_ranks
+from tests.models import MLP
+from tests.plugins.trainer_ranks import make_trainer
+
+
+@dataclass
+class Boxed:
+    """A batch of a class of the user's."""
+
+    values: Any
+    name: str
+
+
+def batch_of(rank: int) -> Boxed:
+    torch.manual_seed(rank)
+    shared = torch.rand(2 + rank, 3)
+    tensors = {
+        "turned": torch.rand(4, 3 + rank).T,
+        "mask": torch.rand(5) > 0.5,
+        "half": torch.rand(3).bfloat16(),
+        "complex": torch.view_as_complex(torch.rand(3, 2)),
+        "none": torch.zeros(0, 4),
+        "number": torch.tensor(float(rank)),
+        "graded": torch.rand(2, requires_grad=True),
+        "sparse": torch.eye(3).to_sparse(),
+    }
+    return Boxed([shared, shared, tensors, None, ("text", rank)], f"rank {rank}")
+
+
+def received(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    found = [*values_of_members(batch_of(rank), group, device=torch.device("cpu"))]
+    assert found[rank].values[0].is_contiguous()
+    for member, box in enumerate(found):
+        expected = batch_of(member)
+        first, second, tensors, nothing, words = box.values
+        assert box.name == expected.name and nothing is None and words == ("text", member) and first is second
+        torch.testing.assert_close(first, expected.values[0], rtol=0, atol=0)
+        for name, tensor in expected.values[2].items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0)
+            assert tensors[name].requires_grad == tensor.requires_grad
+
+
+def test_every_member_gets_the_batches_of_all() -> None:
+    run_ranks(received, 2)
+
+
+class Counting(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.steps += 1
+        return super().training_step(batch)
+
+
+class Keeping(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = super().training_step(batch)
+        self.kept.append(loss.detach())
+        return loss
+
+
+class Replacing(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(())
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = super().training_step(batch)
+        self.last = loss.detach()
+        return loss
+
+
+class Measuring(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.norm = torchmetrics.MeanMetric(), nn.BatchNorm1d(16)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = super().training_step(self.norm(batch))
+        self.mean.update(loss.detach())
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("module", "changes"),
+    [(Counting(), True), (Keeping(), True), (Replacing(), True), (Measuring(), False), (MLP(), False)],
+)
+def test_what_a_step_leaves_behind_is_seen(module: L.LightningModule, changes: bool) -> None:
+    watched = WatchedTrace(FunctionTrace())
+    capture(module, torch.zeros(4, 16), batch_scaling=False, adapt=watched.of)
+    assert watched.changes == changes and watched.trace.calls
+
+
+class OwnBackward(MLP):
+    def backward(self, loss: Tensor) -> None:
+        (2 * loss).backward()
+
+
+class Ranked(MLP):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.note()
+        return super().training_step(batch)
+
+    def note(self) -> None:
+        if self.global_rank == 0:
+            self(torch.zeros(1))
+
+
+class InStep(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric(dist_sync_on_step=True)
+
+
+class Gathering(MLP):
+    def training_step(self, batch: Tensor) -> Tensor:
+        dist.all_reduce(batch)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "reason"),
+    [
+        (MLP(), torch.zeros(1), None),
+        (Measuring(), torch.zeros(1), None),
+        (OwnBackward(), None, "OwnBackward.backward"),
+        (Ranked(), None, "reads global_rank"),
+        (InStep(), None, "synchronized in each step"),
+        (MLP(), [lambda: 0], "cannot be sent"),
+    ],
+)
+def test_fits_whose_ranks_cannot_take_turns(module: L.LightningModule, batch: Any, reason: str | None) -> None:
+    trainer = make_trainer()
+    trainer.strategy.connect(module)
+    found = why_no_turns(trainer, batch)
+    assert found is None if reason is None else reason in (found or "")
+
+
+def reason_of_collective(rank: int) -> str | None:
+    trainer, module = make_trainer(), Gathering()
+    trainer.strategy.connect(module)
+    return why_no_turns(trainer, None, capture(module, torch.zeros(4, 16), batch_scaling=False))
+
+
+def test_collectives_of_a_step_are_named() -> None:
+    assert "brings ranks with different batches together" in (run_ranks(reason_of_collective, 2)[0] or "")

@@ -1,0 +1,254 @@
+"""Ranks that bring a batch each and split the model between them train as under ddp, whatever the step does with its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_topt.costs.cluster import Cluster, Device, Link
+from tests.models import GPT
+from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
+
+
+class OwnBatches:
+    """`length` batches of a rank: dictionaries, of lengths and sizes that differ between ranks and steps."""
+
+    def __init__(self, length: int, *, seed: int = 0) -> None:
+        self.length, self.seed = length, seed
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for step in range(self.length):
+            generator = torch.Generator().manual_seed(1000 * self.seed + 10 * step + dist.get_rank())
+            samples, time = 3 + (step + dist.get_rank()) % 2, 6 + (step + dist.get_rank()) % 3
+            tokens = torch.randint(0, 32, (samples, time), generator=generator)
+            targets = torch.randint(0, 32, (samples, time), generator=generator)
+            targets[torch.rand(targets.shape, generator=generator) < 0.3] = -100
+            yield {"tokens": tokens, "nested": [targets, {"name": f"rank {dist.get_rank()}", "step": step}]}
+
+
+class Rich(GPT):
+    """A loss within the batch and a mean over what is not ignored; dropout, batch norm, metrics, logs of all kinds."""
+
+    def __init__(self, width: int = 16, dropout: float = 0.1) -> None:
+        super().__init__(width=width, heads=2, dropout=dropout)
+        self.batch_norm = nn.BatchNorm1d(width)
+        self.right = torchmetrics.Accuracy("multiclass", num_classes=32, ignore_index=-100)
+        self.seen = torchmetrics.CatMetric()
+        self.outputs: list[Any] = []
+        self.evaluated: list[float] = []
+
+    def losses(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, targets = batch["tokens"], batch["nested"][0]
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        x = self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
+        logits = self.head(self.norm(x))
+        features = F.normalize(x.mean(1), dim=-1)
+        within = F.cross_entropy(features @ features.T * 4, torch.arange(len(features)))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), within, logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        words, within, logits = self.losses(batch)
+        targets = batch["nested"][0]
+        self.right(logits.detach().argmax(-1), targets)
+        self.seen.update(batch["tokens"].sum().float())
+        self.log("right", self.right, on_step=True, on_epoch=True)
+        self.log_dict({"words": words, "within": within}, on_step=True, on_epoch=True, batch_size=len(targets))
+        self.log("mean", words, sync_dist=True, on_step=True, on_epoch=True, batch_size=len(targets))
+        self.log("sum", float(len(targets)), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        return {"loss": words + within, "name": batch["nested"][1]["name"], "logits": logits}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append((outputs["loss"].item(), outputs["name"], outputs["logits"].sum().item(), torch.rand(1)))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if dist.get_rank() == 0:  # one rank alone
+            self.evaluated.append(self(batch["tokens"]).sum().item())
+        self.log("val_own", self.losses(batch)[0], batch_size=len(batch["tokens"]))
+        self.log("val_mean", self.losses(batch)[0], sync_dist=True, batch_size=len(batch["tokens"]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.losses(batch)[0], batch_size=len(batch["tokens"]))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("seen", self.seen.compute().sum())
+        self.seen.reset()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+def plan(data: int, storage: str = "ddp", *, recompute: bool = False) -> dict[str, Any]:
+    placed = {
+        name: {"data": "replicate", "tensor": shard}
+        for name, shard in {
+            "qkv.weight": "shard(0, parts=3)",
+            "qkv.bias": "shard(0, parts=3)",
+            "project.weight": "shard(1)",
+            "up.weight": "shard(0)",
+            "up.bias": "shard(0)",
+            "down.weight": "shard(1)",
+        }.items()
+    }
+    blocks: list[dict[str, Any]] = [
+        {"block": f"blocks.{i}", "storage": storage, "recompute": recompute, "computes": {"parameters": placed}}
+        for i in range(2)
+    ]
+    rest = {"tokens.weight": {"data": "replicate", "tensor": "shard(0)"}}
+    blocks.append({"block": "", "storage": storage, "computes": {"parameters": rest}})
+    mesh = [{"name": "data", "size": data}, {"name": "tensor", "size": 2}]
+    return {"version": 2, "mesh": mesh, "stages": [{"blocks": blocks}], "num_microbatches": 2}
+
+
+CPU = Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6)
+FAST, SLOW = Link(1e-5, 1e9), Link(1e-5, 1e6)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fit on `ranks`: under `given`, or under what is found with `options` of the strategy."""
+
+    ranks: int
+    given: dict[str, Any] | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    width: int = 16
+
+
+def results_of(trainer: Any, module: Rich, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)  # other random numbers on every rank, as other samples would make them
+    trainer.fit(module, OwnBatches(4), OwnBatches(2 + dist.get_rank() % 2, seed=1))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    plan = getattr(trainer.strategy, "parallel_plan", None)
+    return {
+        "outputs": [*module.outputs],
+        "metrics": metrics,
+        "evaluated": module.evaluated,
+        "tested": trainer.test(module, OwnBatches(1, seed=2), verbose=False)[0]["test"],
+        "state": {name: value.clone() for name, value in module.state_dict().items()},
+        "plan": plan and plan.to_dict(),
+        "planned": (plan and plan.summary(), getattr(trainer.strategy, "planned_by", ""), plan and plan.reason),
+    }
+
+
+def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    found = []
+    for topt in (False, True):
+        torch.manual_seed(rank)
+        module = Rich(case.width)
+        rest = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
+        strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
+        found.append(results_of(strategy or make_trainer("ddp", devices=case.ranks, **rest), module, 10 + rank))
+    return found[0], found[1]
+
+
+def assert_equal(expected: dict[str, Any], found: dict[str, Any], *, rank: int) -> None:
+    assert len(found["outputs"]) == len(expected["outputs"])
+    for (loss, name, logits, drawn), (own_loss, own_name, own_logits, own_drawn) in zip(
+        expected["outputs"], found["outputs"], strict=True
+    ):
+        assert name == own_name == f"rank {rank}" and torch.equal(drawn, own_drawn)
+        assert own_loss == pytest.approx(loss, rel=1e-4)
+        assert own_logits == pytest.approx(logits, rel=1e-3, abs=2e-3)
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-3)
+    assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-3, abs=1e-3)
+    assert found["tested"] == pytest.approx(expected["tested"], rel=1e-3)
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check(case: Case) -> dict[str, Any]:
+    results = on_ranks(both, case, world_size=case.ranks)
+    for rank, (expected, found) in enumerate(results):
+        assert_equal(expected, found, rank=rank)
+    return results[0][1]
+
+
+CLIPPED = {"gradient_clip_val": 0.5}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, plan(1, recompute=True)),
+        Case(4, plan(2, "zero1"), CLIPPED),
+        Case(4, plan(2), {**CLIPPED, "accumulate_grad_batches": 2}),
+    ],
+)
+def test_a_fit_in_turns_is_that_of_ddp(case: Case) -> None:
+    check(case)
+
+
+def cluster(per_node: int, nodes: int, link: Link) -> Cluster:
+    return Cluster("toy", CPU, per_node, nodes, link, link, backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("case", "summary", "reason"),
+    [
+        (
+            Case(2, options={"cluster": cluster(2, 1, FAST), "memory_limit": "400KiB"}, width=32),
+            "split on data 1 x tensor 2, 2 microbatches",
+            "without which no plan fits",
+        ),
+        (
+            Case(4, None, CLIPPED, {"cluster": cluster(2, 2, FAST), "memory_limit": "345KiB"}, width=32),
+            "split on data 2 x tensor 2, 2 microbatches",
+            "without which no plan fits",
+        ),
+        (
+            Case(2, options={"cluster": cluster(2, 1, SLOW)}, width=64),
+            "on data 1 x tensor 2, 2 microbatches",
+            "without that the fastest plan takes",
+        ),
+        (Case(2, options={"cluster": cluster(2, 1, FAST)}), "5 x DDP", "As fast as any plan"),
+    ],
+)
+def test_tensor_axes_are_found_where_they_are_best(case: Case, summary: str, reason: str) -> None:
+    found = check(case)
+    assert found["planned"][1] == "search"
+    assert summary in found["planned"][0] and reason in found["planned"][2]
+
+
+def resumed(rank: int, folder: Path) -> Any:
+    trainers = {
+        "topt": lambda **rest: topt_trainer(plan(1), **rest),
+        "ddp": lambda **rest: make_trainer("ddp", devices=2, **rest),
+    }
+    found = {}
+    for first, then in (("ddp", "ddp"), ("topt", "ddp"), ("ddp", "topt")):
+        torch.manual_seed(rank)
+        own = folder / f"{first}_{then}"
+        # Before an evaluation is over: the parameters are whole.
+        saving = ModelCheckpoint(own, filename="half", save_on_train_epoch_end=False)
+        rest = {"num_sanity_val_steps": 0, "enable_checkpointing": True}
+        half = Rich(dropout=0.0)
+        trainers[first](max_epochs=1, callbacks=[saving], **rest).fit(half, OwnBatches(4), OwnBatches(1))
+        module = Rich(dropout=0.0)
+        trainer = trainers[then](max_epochs=2, **{**rest, "enable_checkpointing": False})
+        trainer.fit(module, OwnBatches(4), OwnBatches(1), ckpt_path=own / "half.ckpt")
+        found[first, then] = [output[0] for output in module.outputs], dict(module.state_dict())
+    return found
+
+
+def test_checkpoints_go_on_under_ddp_and_back(tmp_path: Path) -> None:
+    for found in on_ranks(resumed, tmp_path):
+        losses, state = found["ddp", "ddp"]
+        for own_losses, own_state in found.values():
+            assert len(losses) == 4 and own_losses == pytest.approx(losses, rel=1e-4)
+            for name, value in state.items():
+                torch.testing.assert_close(own_state[name], value, rtol=1e-3, atol=1e-4)

@@ -158,8 +158,10 @@ def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
     for layer in layers:
         priced = layer.values @ flows[:, done : done + len(layer.start)].T + found[-1][layer.source]
         done += len(layer.start)
+        order = np.argsort(layer.target, kind="stable")
+        targets, first = np.unique(layer.target[order], return_index=True)
         best = np.full((layer.groups, len(flows)), np.inf)
-        np.minimum.at(best, layer.target, priced)
+        best[targets] = np.minimum.reduceat(priced[order], first)
         found.append(best)
     return found
 

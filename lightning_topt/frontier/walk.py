@@ -185,6 +185,8 @@ def _who_beats_first(states: States) -> Rows:
         return np.zeros(0, np.intp)
     least, spread = columns.min(axis=1, keepdims=True), np.ptp(columns, axis=1)
     share = 0.5 / len(columns) / np.where(spread > 0, spread, 1.0)  # all columns together are less than one group
+    if len(columns) <= _COMPARED[0]:
+        share[1:] *= 0.01  # those like one another come together, so most blocks of them are ruled out at once
     return np.argsort(states.group + share @ (columns - least))
 
 

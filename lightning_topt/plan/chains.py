@@ -103,11 +103,16 @@ class Choices:
     @cached_property
     def times(self) -> dict[int, Array]:
         """The times c, b and u of the block at each position that has one (3, config)."""
-        return {
-            home: np.array([self.costs.block_times(block, config).sum(axis=1) for config in self.configs[block]]).T
-            for home, block in enumerate(self.positions)
-            if block
-        }
+        known: dict[tuple[int, int], Array] = {}
+        found = {}
+        for home, block in enumerate(self.positions):
+            if block:
+                configs = self.configs[block]
+                key = self.costs.timed_alike[block], id(configs)
+                if key not in known:
+                    known[key] = np.array([self.costs.block_times(block, config).sum(axis=1) for config in configs]).T
+                found[home] = known[key]
+        return found
 
     @cached_property
     def own(self) -> NDArray[np.intp]:

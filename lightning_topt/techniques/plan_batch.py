@@ -40,9 +40,12 @@ class PlanBatch:
     def seconds(self) -> Array:
         """Seconds of a step (n,); see `PlanCosts.seconds`."""
         times = np.zeros((len(self.plans), 3, max(self.costs.step.segments.count, 1)))
+        known: dict[tuple[int, int], Array] = {}
         for block, (name, legal) in enumerate(self.configs.items()):
-            of_config = np.array([self.costs.block_times(name, config) for config in legal])
-            times[:, :, self.costs.span(name)] += of_config[self.plans[:, block]]
+            key = self.costs.timed_alike[name], id(legal)
+            if key not in known:
+                known[key] = np.array([self.costs.block_times(name, config) for config in legal])
+            times[:, :, self.costs.span(name)] += known[key][self.plans[:, block]]
         return np.asarray(times[:, 0].sum(axis=1) + network_delay(times) + self._plan_seconds)
 
     @cached_property
@@ -65,9 +68,11 @@ class PlanBatch:
         total[:, phases.position[UPDATE]] += self._temporaries
         for rows, beside in self._by_neighbours():
             for block, (name, legal) in enumerate(self.configs.items()):
-                chosen, which = np.unique(self.plans[rows, block], return_inverse=True)
-                sizes = [costs.block_memory(name, legal[c], beside[name]) for c in chosen.tolist()]
-                total[rows] += np.stack(sizes)[which]
+                chosen = self.plans[rows, block]
+                sizes = np.zeros((len(legal), total.shape[1]))
+                for c in set(chosen.tolist()):
+                    sizes[c] = costs.block_memory(name, legal[c], beside[name])
+                total[rows] += sizes[chosen]
         return np.asarray(total.max(axis=1))
 
     @cached_property

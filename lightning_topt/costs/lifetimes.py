@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_topt.costs.cost_table import Array
 
@@ -47,6 +48,18 @@ class Lifetime:
     bytes: float
     first: Phase
     last: Phase
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """Lifetimes as arrays (n,): `sizes` that come (below 0: go) at the phases with the indices `places`.
+
+    These move by `moves` for each segment that their block stands later.
+    """
+
+    sizes: Array
+    places: NDArray[np.intp]
+    moves: NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,23 @@ class Phases:
                 steps[last + 1] -= lifetime.bytes
         return np.asarray(np.cumsum(steps)[:-1])
 
+    def changes(self, lifetimes: Iterable[Lifetime]) -> Changes:
+        """Return `lifetimes` of one block as arrays."""
+        position, rows = self.position, []
+        for lifetime in lifetimes:
+            first, last = position[lifetime.first], position[lifetime.last]
+            if last >= first:
+                rows.append((lifetime.bytes, first, _indices_per_segment(lifetime.first)))
+                rows.append((-lifetime.bytes, last + 1, _indices_per_segment(lifetime.last)))
+        sizes, places, moves = zip(*rows, strict=True) if rows else ((), (), ())
+        return Changes(np.array(sizes, float), np.array(places, np.intp), np.array(moves, np.intp))
+
+    def add_up_moved(self, changes: Changes, by: int) -> Array:
+        """Return the live bytes in each phase (phase,) of a block that stands `by` segments later."""
+        count = len(self.order) + 1
+        steps = np.bincount(changes.places + by * changes.moves, changes.sizes, minlength=count)
+        return np.asarray(np.cumsum(steps)[:-1])
+
     def by_kind(self, lifetimes: Iterable[Lifetime]) -> dict[str, Array]:
         """Return the live bytes in each phase (phase,), by kind."""
         kinds: dict[str, list[Lifetime]] = {}
@@ -105,3 +135,10 @@ class Phases:
 
 def _shifted(phase: Phase, by: int) -> Phase:
     return phase if phase in ONCE else (phase[0], phase[1] + by)
+
+
+def _indices_per_segment(phase: Phase) -> int:
+    """By how many indices the phase of the next segment is later; backward runs from the last segment to the first."""
+    if phase in ONCE:
+        return 0
+    return len(FORWARD) if phase[0] in FORWARD else -len(BACKWARD)

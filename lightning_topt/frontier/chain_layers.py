@@ -15,6 +15,8 @@ from the start of the step, not from C, makes more plans comparable.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from lightning_topt.costs.chain_table import BlockCosts, BlockEdge, ChainTable
@@ -26,13 +28,16 @@ START, END = np.array([C, F, C, L, X, L, Z, L]), np.array([C, F, F, L, X, X, Z, 
 _FINAL = np.array([0, 0, 1, 1, 1])  # what becomes of the columns: seconds, bytes
 
 
-def chain_layers(table: ChainTable) -> list[Layer]:
-    """Return the start, one layer for each block from the last to the first, and the end; costs are rounded to a grid.
+def chain_layers(
+    table: ChainTable, *, grids: tuple[float, float] | None = None, columns: int | None = None
+) -> list[Layer]:
+    """Return the start, one layer for each block from the last to the first, and the end; costs are rounded to `grids`.
 
-    Equal blocks between equal edges share one layer.
+    Equal blocks between equal edges share one layer. `grids` (seconds, bytes) and the number of `columns` are those that the
+    table needs (`exact_grids`, `column_count`), or, beside other tables, all of them.
     """
-    grids = _grids(table)
-    count = 5 if any(block.splits_forward for block in table.blocks) else 4
+    grids = exact_grids(table) if grids is None else grids
+    count = column_count(table) if columns is None else columns
     fixed = np.array([[table.fixed_seconds] * 2 + [table.fixed_bytes] * (count - 2)])
     update = np.where(np.arange(count) == L, table.update_bytes, 0.0)[None]
     grid = np.array(grids)[_FINAL[:count]]
@@ -47,6 +52,17 @@ def chain_layers(table: ChainTable) -> list[Layer]:
             made[key] = _block_layer(table.block(n), behind, before, grids, count)
         layers.append(made[key])
     return [*layers, Layer(one, one, np.round(update / grid) * grid, own, final, one, 1, 2)]
+
+
+def column_count(table: ChainTable) -> int:
+    """Return how many of the five columns the chain needs: z only where forward takes other bytes than backward."""
+    return 5 if any(block.splits_forward for block in table.blocks) else 4
+
+
+def waiting_layer(columns: int) -> Layer:
+    """Return a layer that decides nothing and changes no column, between boundaries with one group."""
+    one, used = np.zeros(1, np.intp), np.flatnonzero(columns > END)
+    return Layer(one, one, np.zeros((1, len(used))), START[used], END[used], one, 1, columns)
 
 
 def _block_layer(
@@ -85,12 +101,14 @@ def _edge_entries(edge: BlockEdge, grids: tuple[float, float]) -> Array:
     return np.repeat(np.stack(parts, axis=-1), [3, len(END) - 3], axis=-1)
 
 
-def _grids(table: ChainTable) -> tuple[float, float]:
+def exact_grids(table: ChainTable) -> tuple[float, float]:
+    """Return grids of seconds and bytes on which all sums of the chain are exact, see `exact_grid`."""
     seconds, size = [np.array([table.fixed_seconds])], [np.array([table.fixed_bytes, table.update_bytes])]
-    for n in range(len(table.order)):
-        block, edge = table.block(n), table.edge(n) if n + 1 < len(table.order) else None
-        seconds += [block.seconds, block.backward, block.exchange]
-        size += [block.cost(name) for name in ("static", "kept", "late", "hump", "held", "forward_hump")]
+    for index, count in Counter(table.order).items():
+        block = table.blocks[index]
+        seconds += [count * part for part in (block.seconds, block.backward, block.exchange)]
+        size += [count * block.cost(name) for name in ("static", "kept", "late", "hump", "held", "forward_hump")]
+    for edge in table.edges:
         if edge is not None:
             seconds.append(edge.seconds)
             size.append(edge.bytes)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows
 
 _DENSE = 2**22  # numbers held at once to compare all groups of a boundary with each other
+_FEW = 2**18  # the same for all transitions of a layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +95,26 @@ def without_dominated(layers: Sequence[Layer]) -> list[Layer]:
 
 def _minimal(layer: Layer) -> Layer:
     order = np.argsort(layer.cells, kind="stable")
-    ends = np.flatnonzero(np.diff(layer.cells[order])) + 1
-    if len(ends) + 1 >= len(order):
+    first = np.flatnonzero(np.diff(layer.cells[order], prepend=-1))
+    counts = np.diff(first, append=len(order))
+    if len(first) == len(order):
         return layer
-    kept = [rows[pareto_rows(layer.values[rows])] for rows in np.split(order, ends)]
+    if len(first) > 1 and len(first) * counts.max() ** 2 * len(layer.start) <= _FEW:
+        return layer.take(np.sort(order[_minimal_together(layer.values[order], counts)]))
+    kept = [rows[pareto_rows(layer.values[rows])] for rows in np.split(order, first[1:])]
     return layer.take(np.sort(np.concatenate(kept)))
+
+
+def _minimal_together(values: Array, counts: Rows) -> Rows:
+    """The minimal rows of `values` (n, E) within each of several small groups of `counts` rows; of equal ones the first."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table = np.full((len(counts), counts.max(), values.shape[1]), np.inf)
+    table[group, place] = values
+    below = np.all(table[:, :, None] <= table[:, None], axis=-1)  # (group, row, other row)
+    earlier = np.triu(np.ones(below.shape[1:], bool), 1)
+    beaten = np.any(below & (earlier | ~np.swapaxes(below, 1, 2)), axis=1)
+    return np.flatnonzero(~beaten[group, place])
 
 
 def without_dead_groups(layers: Sequence[Layer]) -> list[Layer]:

@@ -1,8 +1,8 @@
 """Several meshes, one frontier: for each number of devices, which mesh and which plan of it.
 
-What is known from one mesh spares work on the others, exactly: uniform plans of all meshes are known first; a mesh whose prices
-(`prices`) show that none of its plans can become better than known ones is dropped whole; in the others partial plans are
-dropped by the same test against the plans of all meshes. One union at the end.
+The mesh is a decision like any other, the first one (`mesh_layers`), so all meshes are searched at once: a mesh whose prices
+(`prices`) show that none of its plans can become better than known ones of any mesh is dropped whole, and in the others partial
+plans are by the same test.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 
 from lightning_topt.costs.chain_table import ChainTable
-from lightning_topt.frontier.chain_layers import chain_layers
 from lightning_topt.frontier.frontier import FrontierPoint
 from lightning_topt.frontier.frontier_search import block_names, make_budget, reduce_layers, search_reduced
-from lightning_topt.frontier.layers import Layer, choices
-from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
-from lightning_topt.frontier.prices import ELSEWHERE, Known, Prices, make_prices
-from lightning_topt.frontier.wide import Budget
+from lightning_topt.frontier.layers import Layer, apply, choices
+from lightning_topt.frontier.mesh_layers import blocks_of, mesh_layers
+from lightning_topt.frontier.pareto import Rows, pareto_rows_2
+from lightning_topt.frontier.prices import Bounds, Known, Prices, improve, make_prices
 
-_STEPS = 16  # of the prices of a mesh
+_STEPS, _GAPS = 16, 8  # for the prices of all meshes, and for the plans known first
 _SMALL = 2**15  # numbers of all meshes up to which prices are not worth loading compiled code
 
 
@@ -45,50 +44,6 @@ class MeshFrontier:
         return self.error_bound == 0.0
 
 
-@dataclass(eq=False)
-class _Mesh:
-    label: Any
-    table: ChainTable
-    layers: list[Layer]
-    priced: tuple[Prices, Known] | None = None
-
-    def gain(self, known: Array) -> float:
-        """Return by how much its plans could beat the known ones."""
-        if self.priced is None or not len(known):
-            return np.inf
-        return self.priced[0].gain(Known(known, np.zeros((len(known), 0), np.intp)))
-
-    def search(self, budget: Budget, known: Array) -> tuple[Rows, float]:
-        """Return the plans (n, block) that none of the known ones beats, and the error bound."""
-        priced = None
-        if self.priced is not None:
-            elsewhere = np.full((len(known), len(self.layers)), ELSEWHERE, np.int32)
-            priced = self.priced[0], self.priced[1].joined(known, elsewhere)
-        deadline = time.thread_time() + budget.max_seconds
-        plans, bound = search_reduced(self.layers, budget, deadline=deadline, priced=priced)
-        return self.configs(plans), bound
-
-    def configs(self, plans: Rows) -> Rows:
-        """Return the configuration of each block (n, block) in plans given as transitions (n, N)."""
-        return choices(self.layers, plans)[:, -2:0:-1]
-
-
-class _Union:
-    """The best plans of all meshes so far."""
-
-    def __init__(self) -> None:
-        self.costs = np.zeros((0, 2))
-        self.plans: list[tuple[_Mesh, Rows]] = []
-
-    def add(self, mesh: _Mesh, plans: Rows) -> None:
-        """Take in plans (n, block) of a mesh."""
-        costs = np.concatenate([self.costs, np.stack(mesh.table.evaluate(plans), axis=1)])
-        allowed = np.flatnonzero(np.isfinite(costs).all(axis=1))
-        rows = allowed[pareto_rows_2(costs[allowed, 0], costs[allowed, 1])]
-        everything = [*self.plans, *((mesh, plan) for plan in plans)]
-        self.costs, self.plans = costs[rows], [everything[row] for row in rows]
-
-
 def search_meshes(
     candidates: Iterable[tuple[Any, Callable[[], ChainTable]]],
     *,
@@ -104,47 +59,39 @@ def search_meshes(
         max_points, max_seconds, max_bytes, epsilon: as in `search_frontier`; the seconds are for all meshes together.
     """
     budget = make_budget(max_points, 1, max_seconds, max_bytes, epsilon)
-    started = time.perf_counter()
-    union, meshes = _Union(), []
-    for label, make in candidates:
-        table = make()
-        layers = reduce_layers(chain_layers(table))
-        if all(len(layer.source) for layer in layers):
-            mesh = _Mesh(label, table, layers)
-            union.add(mesh, _uniform(table))
-            meshes.append(mesh)
-    numbers = sum(layer.values.size for mesh in meshes for layer in mesh.layers)
-    for mesh in meshes if len(meshes) > 1 and numbers > _SMALL else []:
-        mesh.priced = make_prices(mesh.layers, steps=_STEPS)
-        union.add(mesh, mesh.configs(mesh.priced[1].plans))
-    searched, error_bound = _search(meshes, union, budget, time.thread_time())
+    started, deadline = time.perf_counter(), time.thread_time() + max_seconds
+    made = [(label, make()) for label, make in candidates]
+    layers = reduce_layers(mesh_layers([table for _, table in made])) if made else []
+    if not layers or not all(len(layer.source) for layer in layers):
+        return MeshFrontier((), (), epsilon, time.perf_counter() - started)
+    priced, meshes = None, layers[0].choice
+    if sum(layer.values.size for layer in layers) > _SMALL:
+        prices, known = make_prices(layers, steps=_STEPS)
+        priced = prices, improve(layers, known, gaps=_GAPS)
+        meshes = _hopeful(layers[0], priced, epsilon)
+    plans, error_bound = search_reduced(layers, budget, deadline=deadline, priced=priced)
+    searched = tuple(made[mesh][0] for mesh in meshes.tolist())
+    points = _points(made, choices(layers, plans))
+    return MeshFrontier(points, searched, max(error_bound, epsilon), time.perf_counter() - started)
+
+
+def _hopeful(layer: Layer, priced: tuple[Prices, Known], epsilon: float) -> Rows:
+    """The meshes of which some plan may be better than the known ones."""
+    prices, known = priced
+    states = apply(layer, np.zeros((len(layer.source), 2)), np.arange(len(layer.source)))
+    return layer.choice[Bounds(prices, known, epsilon).gains(1, states, layer.target) > 0]
+
+
+def _points(made: Sequence[tuple[Any, ChainTable]], decided: Rows) -> tuple[tuple[Any, FrontierPoint], ...]:
+    """The plans that no other of `decided` (n, N) beats, with what their tables say that they cost."""
+    costs = np.empty((len(decided), 2))
+    for mesh in np.unique(decided[:, 0]).tolist():
+        rows, table = np.flatnonzero(decided[:, 0] == mesh), made[mesh][1]
+        costs[rows] = np.stack(table.evaluate(blocks_of(table, decided[rows])), axis=1)
     points = []
-    for (seconds, size), (mesh, plan) in zip(union.costs[::-1].tolist(), union.plans[::-1], strict=True):
-        choice = dict(zip(block_names(mesh.table), plan.tolist(), strict=True))
-        points.append((mesh.label, FrontierPoint(seconds, size, choice)))
-    return MeshFrontier(tuple(points), tuple(searched), error_bound, time.perf_counter() - started)
-
-
-def _search(meshes: Sequence[_Mesh], union: _Union, budget: Budget, started: float) -> tuple[list[Any], float]:
-    """Search those that may be needed, the most promising ones first; their labels and the error bound."""
-    searched: list[Any] = []
-    error_bound = budget.epsilon
-    for mesh in sorted(meshes, key=lambda mesh: -mesh.gain(union.costs)):
-        if (gain := mesh.gain(union.costs)) <= budget.epsilon:
-            continue
-        left = started + budget.max_seconds - time.thread_time()
-        if left <= 0 and searched:
-            error_bound = max(error_bound, gain)
-            continue
-        searched.append(mesh.label)
-        allowed = Budget(budget.max_points, 1, max(left, 1e-3), budget.max_bytes, budget.epsilon)
-        plans, bound = mesh.search(allowed, union.costs)
-        error_bound = max(error_bound, bound)
-        union.add(mesh, plans)
-    return searched, error_bound
-
-
-def _uniform(table: ChainTable) -> Rows:
-    """Return (n, block): the first configuration of every block, the second, and so on; blocks with fewer take their last."""
-    counts = np.array([len(table.block(n).configs) for n in range(len(table.order))], np.intp)
-    return np.minimum(np.arange(counts.max(initial=1))[:, None], counts - 1)
+    for row in pareto_rows_2(costs[:, 1], costs[:, 0]).tolist():
+        label, table = made[decided[row, 0]]
+        configs = blocks_of(table, decided[row : row + 1])[0].tolist()
+        seconds, size = costs[row].tolist()
+        points.append((label, FrontierPoint(seconds, size, dict(zip(block_names(table), configs, strict=True)))))
+    return tuple(points)

@@ -130,26 +130,28 @@ def _step(net: Any, n: int, transition: int, states: Any, before: int, after: in
 
 
 @kernel
-def crossings(net: Any, plan: Any, other: Any, seconds: Any, size: Any, found: Any, costs: Any) -> int:
+def crossings(net: Any, leaving: Any, plan: Any, other: Any, seconds: Any, size: Any, found: Any, costs: Any) -> int:
     """Write plans that begin as `plan` (N,), take any two transitions, and end as `other`, unless known ones beat them.
 
-    Known ones have `seconds` ascending and `size` descending. Into `found` (room, 3) go the layer and its two transitions;
-    returns how many were found. With two equal plans these are its changes in neighbouring layers.
+    `leaving` are the transitions by the group that they leave: pointers, and their numbers. Known plans have `seconds`
+    ascending and `size` descending. Into `found` (room, 3) go the layer and its two transitions; returns how many were found.
+    With two equal plans these are its changes in neighbouring layers.
     """
-    transitions, source, target, _, _, entries, _, _, columns, kinds, _ = net
+    transitions, _, target, _, _, entries, _, _, columns, kinds, groups = net
+    begin, numbers = leaving
     ahead, states = np.empty(columns[-1]), np.empty((3, columns[-1]))
     _suffixes(net, other, ahead)
     states[0, 0] = states[0, 1] = 0.0
     count, g = 0, 0
     for n in range(len(entries) - 2):
         goal = target[transitions[n + 1] + other[n + 1]]
-        for j in range(transitions[n + 1] - transitions[n]):
-            if source[transitions[n] + j] != g:
-                continue
+        for first in range(begin[groups[n] + g], begin[groups[n] + g + 1]):
+            j = numbers[first] - transitions[n]
             _step(net, n, j, states, 0, 1)
-            for k in range(transitions[n + 2] - transitions[n + 1]):
-                at = transitions[n + 1] + k
-                if source[at] != target[transitions[n] + j] or target[at] != goal:
+            middle = groups[n + 1] + target[transitions[n] + j]
+            for second in range(begin[middle], begin[middle + 1]):
+                k = numbers[second] - transitions[n + 1]
+                if target[numbers[second]] != goal:
                     continue
                 _step(net, n + 1, k, states, 1, 2)
                 total, peak = -np.inf, -np.inf
@@ -161,11 +163,11 @@ def crossings(net: Any, plan: Any, other: Any, seconds: Any, size: Any, found: A
                         peak = max(peak, value)
                 low, high = 0, len(seconds)
                 while low < high:
-                    middle = (low + high) // 2
-                    if seconds[middle] <= total:
-                        low = middle + 1
+                    half = (low + high) // 2
+                    if seconds[half] <= total:
+                        low = half + 1
                     else:
-                        high = middle
+                        high = half
                 if (low == 0 or size[low - 1] > peak) and count < len(found):
                     found[count, 0], found[count, 1], found[count, 2] = n, j, k
                     costs[count, 0], costs[count, 1] = total, peak

@@ -28,18 +28,11 @@ from numpy.typing import NDArray
 from lightning_topt.frontier.layers import Layer
 from lightning_topt.frontier.pareto import Array, Rows, pareto_rows_2
 
-ELSEWHERE = -1
-
 _RATIOS = 30
 _STEPS = 100
 _WORK = 3 * 10**8  # multiply-adds that finding prices may take
 _CORNERS = 192
-_ROOM, _IMPROVED, _ROUNDS, _ENOUGH = (
-    4096,
-    64,
-    8,
-    1024,
-)  # changes of a plan, plans changed in a round, rounds, known plans
+_ROOM, _GAPS, _ROUNDS, _ENOUGH = 4096, 32, 8, 1024  # changes of a plan, gaps filled in a round, rounds, known plans
 _FAR = 2.0**20  # how far corners at the ends lie out; a gain above it is not told from any larger one
 _TOLERANCE = 2.0**-40  # of the sum of all values: above the rounding of prices, which must not drop a plan
 
@@ -56,10 +49,7 @@ def state_kernels() -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Plans that are known: `costs` (n, 2), seconds ascending and bytes descending, and their transitions `plans` (n, N).
-
-    The transitions of a plan of another search are `ELSEWHERE`.
-    """
+    """Plans that are known: `costs` (n, 2), seconds ascending and bytes descending, and their transitions `plans` (n, N)."""
 
     costs: Array
     plans: NDArray[Any]
@@ -168,34 +158,47 @@ def _reached(layers: Sequence[Layer], flows: Array) -> list[Array]:
     for layer in layers:
         priced = layer.values @ flows[:, done : done + len(layer.start)].T + found[-1][layer.source]
         done += len(layer.start)
+        order = np.argsort(layer.target, kind="stable")
+        targets, first = np.unique(layer.target[order], return_index=True)
         best = np.full((layer.groups, len(flows)), np.inf)
-        np.minimum.at(best, layer.target, priced)
+        best[targets] = np.minimum.reduceat(priced[order], first)
         found.append(best)
     return found
 
 
-def improve(layers: Sequence[Layer], known: Known) -> Known:
-    """Return known plans and what changes of each, and crossings of neighbours, make of them."""
-    flat = Network(tuple(layers)).flat
+def improve(layers: Sequence[Layer], known: Known, *, gaps: int = _GAPS) -> Known:
+    """Return known plans and what changes of each, and crossings of neighbours, make of them, at the largest `gaps`."""
+    net = Network(tuple(layers))
+    flat, leaving = net.flat, net.leaving
     room = np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))
     for _ in range(_ROUNDS):
-        own = np.flatnonzero((known.plans != ELSEWHERE).all(axis=1))
-        some = known.plans[own[np.unique(np.linspace(0, len(own) - 1, min(_IMPROVED, len(own))).astype(np.intp))]]
+        some = known.plans[_beside_gaps(known.costs, gaps)]
         pairs = [(plan, other) for i, plan in enumerate(some) for other in some[max(i - 1, 0) : i + 2]]
-        found = [_crossed(flat, *pair, known, room) for pair in pairs]
+        found = [_crossed(flat, leaving, *pair, known, room) for pair in pairs]
         before = known
-        if found:
-            known = known.joined(*(np.concatenate(part) for part in zip(*found, strict=True)))
+        known = known.joined(*(np.concatenate(part) for part in zip(*found, strict=True)))
         if len(known.costs) > _ENOUGH or np.array_equal(known.costs, before.costs):
             break
     return known
 
 
+def _beside_gaps(costs: Array, count: int) -> Rows:
+    """The plans on both sides of the largest rectangles in which more plans may be."""
+    sizes = np.abs(np.diff(costs, axis=0)).prod(axis=1)
+    left = np.argsort(-sizes, kind="stable")[:count]
+    return np.unique(np.concatenate([left, left + 1])) if len(left) else np.arange(len(costs))
+
+
 def _crossed(
-    flat: tuple[Any, ...], plan: Rows, other: Rows, known: Known, room: tuple[NDArray[np.int32], Array]
+    flat: tuple[Any, ...],
+    leaving: tuple[Rows, Rows],
+    plan: Rows,
+    other: Rows,
+    known: Known,
+    room: tuple[NDArray[np.int32], Array],
 ) -> tuple[Array, NDArray[Any]]:
     """Costs and transitions of the crossings of two plans that no known plan beats."""
-    count = price_kernels().crossings(flat, plan, other, *np.ascontiguousarray(known.costs.T), *room)
+    count = price_kernels().crossings(flat, leaving, plan, other, *np.ascontiguousarray(known.costs.T), *room)
     layer, first, second = (column[:, None] for column in room[0][:count].T)
     place = np.arange(len(plan))
     plans = np.where(place < layer, plan, np.where(place == layer, first, np.where(place == layer + 1, second, other)))
@@ -263,6 +266,14 @@ class Network:
             _join(self.kinds),
             self.pointers[1],
         )
+
+    @property
+    def leaving(self) -> tuple[Rows, Rows]:
+        """The transitions of all layers by the group that they leave: where those of each begin, and their numbers."""
+        first = self.pointers[1]
+        group = _join([layer.source + before for layer, before in zip(self.layers, first[:-1], strict=False)])
+        order = np.argsort(group, kind="stable")
+        return np.searchsorted(group[order], np.arange(first[-1] + 1)), order
 
 
 def _pointers(counts: Any) -> Rows:

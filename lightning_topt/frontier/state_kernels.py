@@ -97,58 +97,66 @@ def extend(
 
 
 @kernel
-def minimal(states: Any, order: Any, held: Any, floor: Any, kept: Any, most: int) -> int:
-    """Write into `kept` which of `states` (n, c) no other one beats; returns how many. In `order` who beats comes first.
+def minimal(states: Any, first: Any, order: Any, held: Any, floor: Any, kept: Any, counts: Any, most: int) -> None:
+    """Write into `kept` which of `states` (n, c) no other one of their group beats, and into ``counts[1:]`` how many of each.
 
-    Each is compared with at most `most` blocks of those kept, and with the last one, where its equals are.
+    In `order`, which has group after group, who beats comes first. Each is compared with at most `most` blocks of those kept,
+    and with the last one, where its equals are.
     """
-    columns, size, killer = states.shape[1], 0, 0
-    for k in order:
-        beaten = False
-        blocks = (size + BLOCK - 1) // BLOCK
-        for step in range(-2, min(blocks, most)):
-            block = step if step >= 0 else (killer if step == -1 else blocks - 1)
-            possible = 0 <= block < blocks
-            for c in range(columns):
-                possible = possible and floor[block, c] <= states[k, c]
-            if not possible:
-                continue
-            for other in range(block * BLOCK, min(size, (block + 1) * BLOCK)):
-                beaten = True
+    columns, done = states.shape[1], 0
+    for g in range(len(first) - 1):
+        size, killer = 0, 0
+        for k in order[first[g] : first[g + 1]]:
+            beaten = False
+            blocks = (size + BLOCK - 1) // BLOCK
+            for step in range(-2, min(blocks, most)):
+                block = step if step >= 0 else (killer if step == -1 else blocks - 1)
+                possible = 0 <= block < blocks
                 for c in range(columns):
-                    beaten = beaten and held[other, c] <= states[k, c]
+                    possible = possible and floor[block, c] <= states[k, c]
+                if not possible:
+                    continue
+                for other in range(block * BLOCK, min(size, (block + 1) * BLOCK)):
+                    beaten = True
+                    for c in range(columns):
+                        beaten = beaten and held[other, c] <= states[k, c]
+                    if beaten:
+                        break
                 if beaten:
+                    killer = block
                     break
-            if beaten:
-                killer = block
-                break
-        if not beaten:
-            block = size // BLOCK
-            for c in range(columns):
-                held[size, c] = states[k, c]
-                floor[block, c] = min(floor[block, c], states[k, c]) if size % BLOCK else states[k, c]
-            kept[size] = k
-            size += 1
-    return size
+            if not beaten:
+                block = size // BLOCK
+                for c in range(columns):
+                    held[size, c] = states[k, c]
+                    floor[block, c] = min(floor[block, c], states[k, c]) if size % BLOCK else states[k, c]
+                kept[done + size] = k
+                size += 1
+        done += size
+        counts[g + 1] = size
 
 
 @kernel
-def hopeful(states: Any, group: int, mass: Any, potential: Any, limits: Any, kept: Any) -> int:
-    """Write into `kept` which of `states` (n, c) of a group may become better than known plans; returns how many."""
+def hopeful(states: Any, first: Any, mass: Any, potential: Any, limits: Any, kept: Any, counts: Any) -> None:
+    """Write into `kept` which of `states` (n, c) may become better than known plans, and into ``counts[1:]`` how many of each
+    group.
+    """
     priced = np.empty(mass.shape[1])
     size, hint = 0, 0
-    for k in range(len(states)):
-        for i in range(len(priced)):
-            priced[i] = potential[group, i]
-        for c in range(states.shape[1]):
+    for g in range(len(first) - 1):
+        before = size
+        for k in range(first[g], first[g + 1]):
             for i in range(len(priced)):
-                priced[i] += mass[c, i] * states[k, c]
-        q = _hopeful(priced, limits, hint)
-        if q >= 0:
-            kept[size] = k
-            size += 1
-            hint = q
-    return size
+                priced[i] = potential[g, i]
+            for c in range(states.shape[1]):
+                for i in range(len(priced)):
+                    priced[i] += mass[c, i] * states[k, c]
+            q = _hopeful(priced, limits, hint)
+            if q >= 0:
+                kept[size] = k
+                size += 1
+                hint = q
+        counts[g + 1] = size - before
 
 
 @kernel

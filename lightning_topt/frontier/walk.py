@@ -133,31 +133,32 @@ class Walk:
                 room = _room(len(room[1]) * 4, 2)
             after, parent, via = (part[:size] for part in room)
             rows = pareto_rows_2(after[:, 1], after[:, 0])
-            if len(bounds[2]) and len(rows):
-                kept = np.empty(len(rows), np.int64)
-                rows = rows[kept[: state_kernels().hopeful(after[rows], group, *bounds, kept)]]
             parts.append((after[rows], parent[rows], via[rows]))
             counts.append(len(rows))
         costs, parents, vias = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return States(costs, np.cumsum(counts), parents, vias)
+        return _hopeful(States(costs, np.cumsum(counts), parents, vias), bounds)
 
     def _extend(self, bounds: tuple[Array, Array, Array]) -> States:
-        """One layer between any boundaries, in chunks of transitions."""
+        """One layer between any boundaries, in chunks of transitions.
+
+        What drops more comes first: with few columns most partial plans are beaten by others, with many columns most show by
+        their prices that they are hopeless.
+        """
         states, layer = self.states, self.side.arrays[self.done]
         begin, source = layer[:2]
+        columns = self.side.columns[self.done + 1]
+        priced_first = bounds if columns > _COMPARED[0] else _NONE
         counts, found = np.cumsum(np.diff(states.first)[source]), None
         for some in np.split(np.arange(len(source)), np.flatnonzero(np.diff(counts // _CHUNK)) + 1):
-            room = _room(
-                int(counts[some[-1]] - (counts[some[0] - 1] if some[0] else 0)), self.side.columns[self.done + 1]
-            )
+            room = _room(int(counts[some[-1]] - (counts[some[0] - 1] if some[0] else 0)), columns)
             first, ends = np.empty(len(begin), np.int64), np.array([some[0], some[-1] + 1])
-            size = state_kernels().extend(states.costs, states.first, layer, bounds, ends, first, *room)
+            size = state_kernels().extend(states.costs, states.first, layer, priced_first, ends, first, *room)
             after, parent, via = (part[:size] for part in room)
             more = _minimal(States(after, first, parent, via))
             found = more if found is None else _minimal(_joined(found, more))
             self.check_time()
         assert found is not None
-        return found
+        return found if priced_first is bounds else _hopeful(found, bounds)
 
 
 _NONE = np.zeros((0, 1)), np.zeros((0, 1)), np.zeros((0, 1))  # bounds that keep all
@@ -165,20 +166,37 @@ _NONE = np.zeros((0, 1)), np.zeros((0, 1)), np.zeros((0, 1))  # bounds that keep
 
 def _minimal(states: States) -> States:
     """Without those that others of their group beat; where there are two columns, by bytes ascending."""
-    costs, first, rows = states.costs, states.first, [np.zeros(0, np.int64)]
-    size = int(np.diff(first).max(initial=0))
-    held, kept = np.empty((size, costs.shape[1])), np.empty(size, np.int64)
-    floor = np.empty((size // 16 + 1, costs.shape[1]))
-    spread = np.ptp(costs, axis=0) if len(costs) else np.ones(costs.shape[1])
+    costs, first = states.costs, states.first
+    if costs.shape[1] == 2:
+        rows = [a + pareto_rows_2(costs[a:b, 1], costs[a:b, 0]) for a, b in itertools.pairwise(first)]
+        return states.take(np.concatenate(rows), np.array([0, *map(len, rows)]))
+    size = int(np.diff(first).max())
+    held, floor = np.empty((size, costs.shape[1])), np.empty((size // 16 + 1, costs.shape[1]))
+    kept, counts = np.empty(len(costs), np.int64), np.zeros(len(first), np.int64)
     most = _COMPARED[1] if costs.shape[1] > _COMPARED[0] else len(costs)
-    keys = costs @ (1 / np.where(spread > 0, spread, 1.0))
-    for a, b in itertools.pairwise(first):
-        if costs.shape[1] == 2:
-            rows.append(a + pareto_rows_2(costs[a:b, 1], costs[a:b, 0]))
-        else:
-            order = np.argsort(keys[a:b])  # who beats comes first
-            rows.append(a + kept[: state_kernels().minimal(costs[a:b], order, held, floor, kept, most)])
-    return states.take(np.concatenate(rows), np.array([len(part) for part in rows]))
+    state_kernels().minimal(costs, first, _who_beats_first(states), held, floor, kept, counts, most)
+    return states.take(kept[: counts.sum()], counts)
+
+
+def _who_beats_first(states: States) -> Rows:
+    """Return an order of the states, group after group, in which those that beat others come before them."""
+    columns = np.ascontiguousarray(states.costs.T)
+    if not columns.size:
+        return np.zeros(0, np.intp)
+    least, spread = columns.min(axis=1, keepdims=True), np.ptp(columns, axis=1)
+    share = 0.5 / len(columns) / np.where(spread > 0, spread, 1.0)  # all columns together are less than one group
+    if len(columns) <= _COMPARED[0]:
+        share[1:] *= 0.01  # those like one another come together, so most blocks of them are ruled out at once
+    return np.argsort(states.group + share @ (columns - least))
+
+
+def _hopeful(states: States, bounds: tuple[Array, Array, Array]) -> States:
+    """Without those that `bounds` show to become no better than known plans."""
+    if not len(bounds[2]):
+        return states
+    kept, counts = np.empty(len(states.costs), np.int64), np.zeros(len(states.first), np.int64)
+    state_kernels().hopeful(states.costs, states.first, *bounds, kept, counts)
+    return states.take(kept[: counts.sum()], counts)
 
 
 def _prepare(layer: Layer, lift: Array) -> tuple[Rows, tuple[Array, ...]]:

@@ -19,7 +19,6 @@ import numpy as np
 from lightning_topt.frontier.layers import Layer
 from lightning_topt.frontier.pareto import Array, Rows
 from lightning_topt.frontier.prices import (
-    ELSEWHERE,
     Bounds,
     Known,
     Network,
@@ -60,7 +59,7 @@ def search_wide(
     """Return transitions (n, N) and the error bound of the best plans, see `Frontier`.
 
     `lifts` are those of `columns.raises`; `deadline` is a time of `time.thread_time`. Every layer has transitions. With
-    `priced`, prices of these layers and known plans, also of other searches, plans that one of these beats are left out.
+    `priced`, prices of these layers and good known plans, all that may be better is looked at at once.
     """
     columns = max(2, *(layer.columns for layer in layers))
     per_state = 8 * len(layers) + 64 * columns  # back-pointers of all layers, columns of one
@@ -74,7 +73,7 @@ def search_wide(
     prices, known = make_prices(layers) if priced is None else priced
     # Partial plans of two columns are cheap to hold, and whole plans may be so many that pairs are not.
     sides = side, make_way_back(layers) if columns > 2 else None
-    missed, cap, last = prices.gain(known), _FIRST_CAP, False
+    missed, cap, last = prices.gain(known), _FIRST_CAP if priced is None else most, False
     while missed > budget.epsilon and not last:
         cap, began = min(cap, most), time.thread_time()
         try:
@@ -89,7 +88,7 @@ def search_wide(
             known = improve(layers, known)
             missed = min(missed, prices.gain(known))
         cap = int(cap * wider)
-    return known.plans[(known.plans != ELSEWHERE).all(axis=1)], max(missed, 0.0)
+    return known.plans, max(missed, 0.0)
 
 
 def _sweep(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -50,32 +51,32 @@ class Mesh:
         if not self.axes or len(set(self.names)) != len(self.axes):
             raise ValueError(f"a mesh has at least one axis, and no two with the same name; got {self.names}")
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the axes."""
         return tuple(axis.name for axis in self.axes)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the axes."""
         return tuple(axis.size for axis in self.axes)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def data_axes(self) -> tuple[int, ...]:
         """Indices of the axes along which the batch is split."""
         return tuple(index for index, name in enumerate(self.names) if name in DATA_AXES)
 
-    @property
+    @cached_property
     def tensor_axes(self) -> tuple[int, ...]:
         """Indices of the axes along which operators are split."""
         return tuple(index for index, name in enumerate(self.names) if name in TENSOR_AXES)
 
-    @property
+    @cached_property
     def data_parallel_size(self) -> int:
         """Into how many parts the global batch is split."""
         return math.prod(self.shape[index] for index in self.data_axes)

@@ -9,7 +9,7 @@ that are found are evaluated by `PlanCosts` again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -69,7 +69,7 @@ class Choices:
     @cached_property
     def bytes(self) -> dict[int, BlockBytes]:
         """Bytes of the block at each position that has one."""
-        known: dict[tuple[int | None, ...], tuple[int, BlockBytes]] = {}
+        known: dict[Hashable, tuple[int, BlockBytes]] = {}
         found = {}
         for home, block in enumerate(self.positions):
             if block:
@@ -79,6 +79,15 @@ class Choices:
                 first, numbers = known[key]
                 found[home] = _moved(numbers, home - first)
         return found
+
+    @cached_property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """Something for each position that is equal where the bytes and times of the blocks are."""
+        alike, timed_alike = self.costs.step.alike, self.costs.timed_alike
+        return tuple(
+            (alike[block], *self._near(block, home), timed_alike[block]) if block else None
+            for home, block in enumerate(self.positions)
+        )
 
     @cached_property
     def beside(self) -> Array:
@@ -94,11 +103,16 @@ class Choices:
     @cached_property
     def times(self) -> dict[int, Array]:
         """The times c, b and u of the block at each position that has one (3, config)."""
-        return {
-            home: np.array([self.costs.block_times(block, config).sum(axis=1) for config in self.configs[block]]).T
-            for home, block in enumerate(self.positions)
-            if block
-        }
+        known: dict[tuple[int, int], Array] = {}
+        found = {}
+        for home, block in enumerate(self.positions):
+            if block:
+                configs = self.configs[block]
+                key = self.costs.timed_alike[block], id(configs)
+                if key not in known:
+                    known[key] = np.array([self.costs.block_times(block, config).sum(axis=1) for config in configs]).T
+                found[home] = known[key]
+        return found
 
     @cached_property
     def own(self) -> NDArray[np.intp]:
@@ -188,17 +202,21 @@ class Chain:
         fixed = self._fixed_bytes
         always = float(fixed.min())
         beside = fixed - always + self.choices.beside
+        own, root = beside[self.choices.own], self.costs.block_times(ROOT, self.root).T
+        seen: dict[Hashable, int] = {}
         distinct: dict[tuple[bytes, ...], int] = {}
         blocks: list[BlockCosts] = []
         order = []
-        for k in range(len(self.choices.positions)):
-            columns = self._columns(k, beside[self.choices.own[k]])
-            index = distinct.setdefault(tuple(column.tobytes() for column in columns.values()), len(blocks))
-            if index == len(blocks):
-                block = self.choices.positions[k]
-                configs = tuple(self.choices.configs[block]) if block else (self.root,)
-                blocks.append(BlockCosts(configs, **columns))
-            order.append(index)
+        for k, kind in enumerate(self.choices.kinds):
+            key = kind, own[k].tobytes(), root[k].tobytes()
+            if key not in seen:
+                columns = self._columns(k, own[k], root[k])
+                seen[key] = distinct.setdefault(tuple(column.tobytes() for column in columns.values()), len(blocks))
+                if seen[key] == len(blocks):
+                    block = self.choices.positions[k]
+                    configs = tuple(self.choices.configs[block]) if block else (self.root,)
+                    blocks.append(BlockCosts(configs, **columns))
+            order.append(seen[key])
         return ChainTable(
             tuple(blocks),
             tuple(order),
@@ -213,18 +231,19 @@ class Chain:
         together = self.costs.step.phases.add_up(self.costs.plan_lifetimes({**self.choices.most, ROOT: self.root}))
         return together + self.costs.block_memory(ROOT, self.root, self.choices.neighbours(ROOT, self.root))
 
-    def _columns(self, k: int, beside: Array) -> dict[str, Any]:
-        """The costs of the block at position `k`, by their names in `BlockCosts` (config,).
+    def _columns(self, k: int, beside: Array, root: Array) -> dict[str, Any]:
+        """The costs of the block at position `k`, by their names in `BlockCosts` (config,), `beside` others (phase,) and the
+        times of the `root` there (3,).
 
         On grids, nanoseconds and bytes, on which those of equal blocks are equal.
         """
-        root, numbers = self.costs.block_times(ROOT, self.root)[:, k : k + 1], self.choices.bytes.get(k)
+        numbers = self.choices.bytes.get(k)
         own = beside[None] if numbers is None else numbers.own + beside
         humps = np.maximum(np.stack([own[:, : len(FORWARD)].max(axis=1), own[:, len(FORWARD) :].max(axis=1)]), 0.0)
         if numbers is None:
-            times, listed = root, np.zeros((4, 1))
+            times, listed = root[:, None], np.zeros((4, 1))
         else:
-            times = self.choices.times[k] + root
+            times = self.choices.times[k] + root[:, None]
             listed = np.stack([numbers.static, numbers.kept, numbers.late, numbers.held])
         seconds = zip(("seconds", "backward", "exchange"), np.round(times, 9), strict=True)
         sizes = np.round(np.concatenate([listed, humps]))

@@ -157,12 +157,21 @@ class _Space:
         """
         configs = self._configs(self.own)
         kinds = dict.fromkeys(config for several in configs.values() for config in several)
-        rows = dict.fromkeys(tuple(_nearest(several, kind) for several in configs.values()) for kind in kinds)
+        nearest = {
+            id(several): [_nearest(several, kind) for kind in kinds]
+            for several in {id(several): several for several in configs.values()}.values()
+        }
+        rows = dict.fromkeys(zip(*(nearest[id(several)] for several in configs.values()), strict=True))
         return PlanBatch(self.costs, configs, np.array([*rows], np.intp))
 
     def _configs(self, group: Collection[Storage]) -> dict[str, list[OpConfig]]:
-        blocks = self.costs.step.graph.blocks
-        return {block.name: [c for c in self.costs.configs(block) if c.storage in group] for block in blocks}
+        """The configurations of each block whose storage is in `group`; blocks alike share one list."""
+        found: dict[int, list[OpConfig]] = {}
+        legal = {block.name: self.costs.configs(block) for block in self.costs.step.graph.blocks}
+        for several in legal.values():
+            if id(several) not in found:
+                found[id(several)] = [config for config in several if config.storage in group]
+        return {name: found[id(several)] for name, several in legal.items()}
 
 
 def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:

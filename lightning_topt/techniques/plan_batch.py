@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.lifetimes import UPDATE
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.plan_costs import PlanCosts, network_delay
+from lightning_topt.techniques.registry import TECHNIQUES
 from lightning_topt.techniques.technique import Neighbours, Technique
 
 Rows = NDArray[np.intp]
@@ -38,10 +40,12 @@ class PlanBatch:
     def seconds(self) -> Array:
         """Seconds of a step (n,); see `PlanCosts.seconds`."""
         times = np.zeros((len(self.plans), 3, max(self.costs.step.segments.count, 1)))
+        known: dict[tuple[int, int], Array] = {}
         for block, (name, legal) in enumerate(self.configs.items()):
-            first, last = self.costs.step.segments.of_block.get(name, (0, 0)) if name else (0, times.shape[2] - 1)
-            of_config = np.stack([self.costs.block_times(name, config)[:, first : last + 1] for config in legal])
-            times[:, :, first : last + 1] += of_config[self.plans[:, block]]
+            key = self.costs.timed_alike[name], id(legal)
+            if key not in known:
+                known[key] = np.array([self.costs.block_times(name, config) for config in legal])
+            times[:, :, self.costs.span(name)] += known[key][self.plans[:, block]]
         return np.asarray(times[:, 0].sum(axis=1) + network_delay(times) + self._plan_seconds)
 
     @cached_property
@@ -60,13 +64,17 @@ class PlanBatch:
     def peak_bytes(self) -> Array:
         """Bytes at the peak (n,); see `PlanCosts.memory`."""
         phases, costs = self.costs.step.phases, self.costs
-        total = np.stack([phases.add_up(costs.shared_lifetimes(placed)) for placed in self._by_technique])
+        total = np.tile(phases.add_up(costs.shared_lifetimes()), (len(self.plans), 1))
+        for technique, rows, blocks in self._by_technique:
+            total[rows] += phases.add_up(technique.plan_lifetimes(costs.step, blocks))
         total[:, phases.position[UPDATE]] += self._temporaries
         for rows, beside in self._by_neighbours():
             for block, (name, legal) in enumerate(self.configs.items()):
-                chosen, which = np.unique(self.plans[rows, block], return_inverse=True)
-                sizes = [costs.block_memory(name, legal[c], beside[name]) for c in chosen.tolist()]
-                total[rows] += np.stack(sizes)[which]
+                chosen = self.plans[rows, block]
+                sizes = np.zeros((len(legal), total.shape[1]))
+                for c in set(chosen.tolist()):
+                    sizes[c] = costs.block_memory(name, legal[c], beside[name])
+                total[rows] += sizes[chosen]
         return np.asarray(total.max(axis=1))
 
     @cached_property
@@ -86,14 +94,39 @@ class PlanBatch:
             ],
             axis=1,
         )
-        _, first, group = np.unique(sharded, axis=0, return_index=True, return_inverse=True)
-        for index, row in enumerate(first.tolist()):
-            yield np.flatnonzero(group == index), self.costs.neighbours(self.configs_of(row))
+        for rows, _ in _equal_rows(sharded):
+            yield rows, self.costs.neighbours(self.configs_of(int(rows[0])))
 
     @cached_property
-    def _by_technique(self) -> list[dict[Technique, frozenset[str]]]:
-        return [self.costs.by_technique(self.configs_of(row)) for row in range(len(self.plans))]
+    def _by_technique(self) -> list[tuple[Technique, Rows, frozenset[str]]]:
+        """Techniques, the plans (rows) in which they place the same blocks, and these blocks."""
+        several = {config for legal in self.configs.values() for config in legal}
+        takes_part = {config: [t in self.costs.techniques(config) for t in TECHNIQUES] for config in several}
+        placed = np.stack(
+            [
+                np.array([takes_part[config] for config in legal])[self.plans[:, block]]
+                for block, legal in enumerate(self.configs.values())
+            ]
+        )
+        return [
+            (technique, rows, frozenset(itertools.compress(self.configs, blocks)))
+            for index, technique in enumerate(TECHNIQUES)
+            for rows, blocks in _equal_rows(placed[:, :, index].T)
+            if blocks.any()
+        ]
 
     @cached_property
     def _plan_seconds(self) -> Array:
-        return np.array([self.costs.shared_seconds(placed) for placed in self._by_technique])
+        total = np.full(len(self.plans), self.costs.shared_seconds)
+        for technique, rows, blocks in self._by_technique:
+            total[rows] += technique.plan_seconds(self.costs.step, blocks)
+        return total
+
+
+def _equal_rows(table: NDArray[np.bool_]) -> Iterator[tuple[Rows, NDArray[np.bool_]]]:
+    """Yield the indices of equal rows of `table` (n, block), and what they are."""
+    groups: dict[bytes, list[int]] = {}
+    for index, row in enumerate(table):
+        groups.setdefault(row.tobytes(), []).append(index)
+    for rows in groups.values():
+        yield np.array(rows, np.intp), table[rows[0]]

@@ -18,7 +18,7 @@ import numpy as np
 
 from lightning_topt.costs.activations import activation_lifetimes
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.lifetimes import UPDATE, Lifetime
+from lightning_topt.costs.lifetimes import UPDATE, Changes, Lifetime
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.costs.update import temporary_bytes
@@ -28,6 +28,15 @@ from lightning_topt.techniques.registry import TECHNIQUES, technique_of
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours, Technique
 
 Configs = Mapping[str, OpConfig]
+
+
+@dataclass(frozen=True)
+class _BlockLifetimes:
+    """`_BlockLifetimes` are what a block keeps that stands at the segment `home`."""
+
+    home: int
+    lifetimes: list[Lifetime]
+    changes: Changes
 
 
 @dataclass(frozen=True)
@@ -75,11 +84,17 @@ class PlanCosts:
         """Return the bytes of one block in each phase (phase,)."""
         key = block, config, beside
         if key not in self._memories:
-            self._memories[key] = self.step.phases.add_up(self.block_lifetimes(block, config, beside))
+            known, by = self._known_lifetimes(block, config, beside)
+            self._memories[key] = self.step.phases.add_up_moved(known.changes, by)
         return self._memories[key]
 
     def block_lifetimes(self, block: str, config: OpConfig, beside: Neighbours) -> list[Lifetime]:
-        """Return all that one block keeps in memory; what is known of a block alike is moved to where this one stands."""
+        """Return all that one block keeps in memory."""
+        known, by = self._known_lifetimes(block, config, beside)
+        return self.step.phases.shifted(known.lifetimes, by)
+
+    def _known_lifetimes(self, block: str, config: OpConfig, beside: Neighbours) -> tuple[_BlockLifetimes, int]:
+        """Return what is known of the block or of one alike, and by how many segments `block` stands later."""
         spans = self.step.segments.of_block
         home = spans.get(block, (0, 0))[0]
         near = [None if name is None else spans[name][0] - home for name in (beside.previous, beside.following)]
@@ -87,9 +102,9 @@ class PlanCosts:
         fixed = None in near and bool(config.storage.sharded_axes("gradients"))
         key = self.step.alike[block], config, *near, home if fixed else 0
         if key not in self._lifetimes:
-            self._lifetimes[key] = home, [*self._block_lifetimes(block, config, beside)]
-        first_home, lifetimes = self._lifetimes[key]
-        return self.step.phases.shifted(lifetimes, home - first_home)
+            lifetimes = [*self._block_lifetimes(block, config, beside)]
+            self._lifetimes[key] = _BlockLifetimes(home, lifetimes, self.step.phases.changes(lifetimes))
+        return self._lifetimes[key], home - self._lifetimes[key].home
 
     def _block_lifetimes(self, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
         if not config.recompute:
@@ -99,19 +114,19 @@ class PlanCosts:
 
     def plan_lifetimes(self, configs: Configs) -> Iterator[Lifetime]:
         """Yield what the blocks of a plan keep together, and what every plan keeps."""
-        yield from self.shared_lifetimes(self.by_technique(configs))
+        yield from self.shared_lifetimes()
+        for technique, blocks in self.by_technique(configs).items():
+            yield from technique.plan_lifetimes(self.step, blocks)
         temporaries = [self.temporaries(name, config) for name, config in configs.items()]
         largest, together = max(each[0] for each in temporaries), sum(each[1] for each in temporaries)
         yield Lifetime("temporaries", max(largest, together), UPDATE, UPDATE)
 
-    def shared_lifetimes(self, placed: Mapping[Technique, frozenset[str]]) -> Iterator[Lifetime]:
-        """Yield what every plan keeps, and what techniques keep for all the blocks that they place."""
+    def shared_lifetimes(self) -> Iterator[Lifetime]:
+        """Yield what every plan keeps."""
         step, phases = self.step, self.step.phases
         yield phases.always("buffers and batch", step.graph.buffer_bytes + step.graph.input_bytes.at(step.batch_size))
         yield phases.always("process", step.cluster.device.process_bytes)
         yield Lifetime("parameters", step.joined_bytes, UPDATE, UPDATE)  # an evaluation comes when the update is over
-        for technique, blocks in placed.items():
-            yield from technique.plan_lifetimes(step, blocks)
 
     def temporaries(self, block: str, config: OpConfig) -> tuple[float, float]:
         """Return the bytes of the optimizer's temporaries: of the largest parameter, and of all that are alive together."""
@@ -143,46 +158,70 @@ class PlanCosts:
             self._seconds[key] = seconds
         return self._seconds[key]
 
+    def span(self, block: str) -> slice:
+        """Return the segments in which `block` takes time: all for the root, whose exchanges enclose those of all others."""
+        if block == ROOT:
+            return slice(0, max(self.step.segments.count, 1))
+        first, last = self.step.segments.of_block.get(block, (0, 0))
+        return slice(first, last + 1)
+
     def block_times(self, block: str, config: OpConfig) -> Array:
-        """Return c, b and u of one block in each segment (3, segment)."""
-        key = block, config
+        """Return c, b and u of one block in each segment of its `span` (3, segment)."""
+        key = self.timed_alike[block], config
         if key not in self._times:
             self._times[key] = self._block_times(block, self.block_seconds(block, config))
         return self._times[key]
 
     def _block_times(self, block: str, seconds: BlockSeconds) -> Array:
-        times, (forward, backward) = np.zeros((3, max(self.step.segments.count, 1))), self.step.compute[block]
-        count = self.step.num_microbatches
-        first, last = self.step.segments.of_block.get(block, (0, 0))
-        if block == ROOT:
-            last = first = 0  # its exchanges enclose those of all other blocks
+        forward, backward = self.step.compute[block][:, self.span(block)]
+        times, count = np.zeros((3, max(len(forward), 1))), self.step.num_microbatches
         times[0, : len(forward)] += count * (forward + backward)
         times[1, : len(backward)] += backward
         # A gather runs beside the segment before it, in forward and in backward.
-        before = self._all_forward[first - 1] if first else 0.0
-        after = self._all_backward[last + 1] if last + 1 < len(self._all_backward) else 0.0
+        before, after = self._beside(block)
         in_forward = seconds.gather_foreground[0] + max(seconds.gather_background[0] - before, 0.0)
         in_backward = seconds.gather_foreground[1] + max(seconds.gather_background[1] - after, 0.0)
         in_backward += seconds.recompute + seconds.reduce_foreground
         earlier = (count - 1) * seconds.recompute  # in backward of the microbatches before the last
-        times[0, first] += in_forward + earlier + in_backward + seconds.update + seconds.broadcast
-        times[1, first] += in_backward
-        times[2, first] += seconds.gather_background[1] + seconds.reduce_background
+        times[0, 0] += in_forward + earlier + in_backward + seconds.update + seconds.broadcast
+        times[1, 0] += in_backward
+        times[2, 0] += seconds.gather_background[1] + seconds.reduce_background
         return times
+
+    @cached_property
+    def timed_alike(self) -> dict[str, int]:
+        """A number for each block; equal for blocks that take equal times under every configuration."""
+        numbers: dict[Any, int] = {}
+        return {
+            block: numbers.setdefault((self.step.alike[block], self._beside(block), compute.tobytes()), len(numbers))
+            for block, compute in ((b, passes[:, self.span(b)]) for b, passes in self.step.compute.items())
+        }
+
+    def _beside(self, block: str) -> tuple[float, float]:
+        """The computation beside which a block is gathered: the segment before it in forward, and that in backward."""
+        if block == ROOT:
+            return 0.0, float(self._all_backward[1]) if len(self._all_backward) > 1 else 0.0
+        span = self.span(block)
+        before = self._all_forward[span.start - 1] if span.start else 0.0
+        after = self._all_backward[span.stop] if span.stop < len(self._all_backward) else 0.0
+        return float(before), float(after)
 
     def seconds(self, configs: Configs) -> float:
         """Return the seconds of a step of a plan."""
-        times = np.sum([self.block_times(name, config) for name, config in configs.items()], axis=0)
+        times = np.zeros((3, max(self.step.segments.count, 1)))
+        for name, config in configs.items():
+            times[:, self.span(name)] += self.block_times(name, config)
         return float(times[0].sum() + network_delay(times)) + self.plan_seconds(configs)
 
     def plan_seconds(self, configs: Configs) -> float:
         """Return what the blocks of a plan take together, and what every plan takes."""
-        return self.shared_seconds(self.by_technique(configs))
+        placed = self.by_technique(configs).items()
+        return sum(t.plan_seconds(self.step, blocks) for t, blocks in placed) + self.shared_seconds
 
-    def shared_seconds(self, placed: Mapping[Technique, frozenset[str]]) -> float:
-        """Return what every plan takes, and what techniques take for all the blocks that they place."""
-        ours = self.step.sent_seconds + self.step.accumulation_seconds
-        return sum(t.plan_seconds(self.step, blocks) for t, blocks in placed.items()) + ours
+    @property
+    def shared_seconds(self) -> float:
+        """Seconds that every plan takes."""
+        return self.step.sent_seconds + self.step.accumulation_seconds
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -227,7 +266,7 @@ class PlanCosts:
         return {}
 
     @cached_property
-    def _lifetimes(self) -> dict[Any, tuple[int, list[Lifetime]]]:
+    def _lifetimes(self) -> dict[Any, _BlockLifetimes]:
         return {}
 
     @cached_property
@@ -239,7 +278,7 @@ class PlanCosts:
         return {}
 
     @cached_property
-    def _times(self) -> dict[tuple[str, OpConfig], Array]:
+    def _times(self) -> dict[tuple[int, OpConfig], Array]:
         return {}
 
 

@@ -6,6 +6,7 @@ import pytest
 from lightning_topt.costs.chain_table import ChainTable
 from lightning_topt.frontier import frontier_search, mesh_frontier
 from lightning_topt.frontier.brute_force import brute_force_frontier
+from lightning_topt.frontier.chain_layers import column_count
 from lightning_topt.frontier.mesh_frontier import search_meshes
 from tests.frontier.tables import random_chain
 
@@ -49,6 +50,25 @@ def test_equals_brute_force_over_all_meshes(monkeypatch, prices, ties, forbidden
             assert (seconds[0], size[0]) == (point.step_seconds, point.peak_bytes)
         dropped += len(tables) - len(found.searched)
     assert dropped > 0 or not prices
+
+
+@pytest.mark.parametrize("prices", [False, True])
+def test_chains_of_different_depth_and_columns_side_by_side(monkeypatch, prices):
+    if prices:
+        monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
+    rng = np.random.default_rng(7)
+    for _ in range(10):
+        depths = rng.permutation([0, 2, 4])
+        tables = [
+            random_chain(rng, blocks=int(depth), configs=3, edges=0.5, layouts=2, forward=n == 0)
+            if depth
+            else ChainTable((), (), (), 3.0, 3.0, 1.0)
+            for n, depth in enumerate(depths)
+        ]
+        assert {4, 5} >= {column_count(table) for table in tables}
+        found = search_meshes((i, lambda table=table: table) for i, table in enumerate(tables))
+        assert found.exact and [(p.step_seconds, p.peak_bytes) for _, p in found.points] == union(tables)
+        assert all(len(point.choice) == depths[label] for label, point in found.points)
 
 
 def test_a_mesh_that_is_dearer_throughout_is_not_searched(monkeypatch):

@@ -1,5 +1,7 @@
 """Array kernels against slow twins."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -17,15 +19,18 @@ def random_costs(rng, n, c, *, ties):
     return rng.integers(0, 4, (n, c)).astype(float) if ties else rng.random((n, c))
 
 
-def compiled_rows(costs, *, most):
-    """`state_kernels.minimal` as `wide` calls it."""
-    held, floor, kept = (
+def compiled_rows(costs, *, most, first=None):
+    """`state_kernels.minimal` as `walk` calls it, for rows in groups that begin at `first`."""
+    first = np.array([0, len(costs)] if first is None else first)
+    held, floor, kept, counts = (
         np.empty_like(costs),
         np.empty((len(costs) // 16 + 1, costs.shape[1])),
         np.empty(len(costs), np.int64),
+        np.zeros(len(first), np.int64),
     )
-    order = np.argsort(costs.sum(axis=1))
-    return kept[: state_kernels.minimal(costs, order, held, floor, kept, most)]
+    order = np.lexsort((costs.sum(axis=1), np.repeat(np.arange(len(first) - 1), np.diff(first))))
+    state_kernels.minimal(costs, first, order, held, floor, kept, counts, most)
+    return np.split(kept[: counts.sum()], np.cumsum(counts)[1:-1]) if len(first) > 2 else kept[: counts.sum()]
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -39,6 +44,15 @@ def test_pareto_rows_equals_slow_twin(columns, ties):
         assert sorted(map(tuple, costs[compiled_rows(costs, most=n)].tolist())) == minimal
         some = list(map(tuple, costs[compiled_rows(costs, most=1)].tolist()))
         assert set(some) >= set(minimal) and len(some) == len(set(some))
+
+
+def test_groups_are_not_compared():
+    rng = np.random.default_rng(0)
+    costs, first = random_costs(rng, 300, 4, ties=False), [0, 120, 120, 121, 300]
+    parts = compiled_rows(costs, most=300, first=first)
+    assert len(parts) == 4 and len(parts[1]) == 0
+    for rows, (a, b) in zip(parts, itertools.pairwise(first), strict=True):
+        assert sorted(map(tuple, costs[rows].tolist())) == slow_minimal(costs[a:b])
 
 
 def test_pareto_rows_with_constant_equal_and_many_kept_columns():

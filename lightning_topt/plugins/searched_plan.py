@@ -116,11 +116,6 @@ def search_all(
                 mesh=mesh,
             )
         )
-        if not frontier.candidates:
-            raise PlanError(
-                "nothing of this model can be split over these ranks: its layers do not divide, or its code cannot run on "
-                "slices; choose another number of ranks or another plan"
-            )
         chosen = _preset_of(given, frontier) if given is not None and preset else choose_for(request, frontier, cluster)
         planning = Planning(frontier, chosen, graph)
         return planning.chosen.plan.to_dict()

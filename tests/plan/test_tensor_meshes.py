@@ -120,6 +120,7 @@ def test_an_explanation_adds_up_to_what_the_search_said(request_of_gpt: SearchRe
     request = replace(request_of_gpt, global_batch_size=8)
     found = search_plans(request)
     assert {bool(point.plan.mesh.tensor_axes) for point in found.candidates} == {False, True}
+    assert PlanFrontier.from_json(found.to_json()) == found
     for point in found.candidates[:: max(len(found.candidates) // 20, 1)]:
         explained = explain_plan(request, point.plan)
         assert explained.total.step_seconds == pytest.approx(point.step_seconds)

@@ -13,6 +13,8 @@ from lightning_topt.graph.meta_build import is_on_meta
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.sample_counts import batch_sizes
 from lightning_topt.plugins.example_batch import batches_of
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 
 
 class NeedsValues(Exception):
@@ -21,10 +23,13 @@ class NeedsValues(Exception):
 
 @dataclass(frozen=True)
 class ExampleStep:
-    """The graph of a rank's step, and the samples of its batch."""
+    """The graph of a rank's step, the samples of its batch, and the same step as one that can be split, where that was asked
+    for and the step does not depend on values.
+    """
 
     graph: OpGraph
     samples: int
+    split: SplitModel | None = None
 
 
 def example_batches(
@@ -38,22 +43,30 @@ def example_batches(
     return batches_of(CombinedLoader(datamodule.train_dataloader()), trainer)
 
 
-def capture_example(model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer) -> ExampleStep:
+def capture_example(
+    model: pl.LightningModule, datamodule: pl.LightningDataModule, trainer: pl.Trainer, *, splits: bool = False
+) -> ExampleStep:
     """Return the step of `model` on a batch of its data. Raises NeedsValues for a model on the meta device."""
-    return capture_batches(model, example_batches(model, datamodule, trainer), trainer)
+    return capture_batches(model, example_batches(model, datamodule, trainer), trainer, splits=splits)
 
 
-def capture_batches(model: pl.LightningModule, batches: tuple[Any, Any | None], trainer: pl.Trainer) -> ExampleStep:
-    """Return the step of `model` on what `example_batches` returned. Raises NeedsValues for a model on the meta device."""
+def capture_batches(
+    model: pl.LightningModule, batches: tuple[Any, Any | None], trainer: pl.Trainer, *, splits: bool = False
+) -> ExampleStep:
+    """Return the step of `model` on what `example_batches` returned, with `splits` as one that can be split too.
+
+    Raises NeedsValues for a model on the meta device.
+    """
     batch, second_batch = batches
     trainer.precision_plugin.convert_module(model)
     given: dict[str, Any] = {
         "forward_context": trainer.precision_plugin.forward_context,
         "device": trainer.strategy.root_device.type,
     }
+    trace = FunctionTrace() if splits else None
+    traced = {**given, "adapt": None if trace is None else trace.of}
     try:
-        graph = capture(model, batch, second_batch=second_batch, **given)
-        return ExampleStep(graph, batch_sizes(batch, second_batch)[0])
+        graph, sizes = capture(model, batch, second_batch=second_batch, **traced), batch_sizes(batch, second_batch)
     except Exception as error:
         # As it is, for the trainer's own number of ranks: how the step grows with the batch stays unknown.
         real = may_need_values(error)
@@ -61,5 +74,8 @@ def capture_batches(model: pl.LightningModule, batches: tuple[Any, Any | None], 
             raise
         if real and is_on_meta(model):
             raise NeedsValues from error
-        graph = capture(model, batch, batch_scaling=False, real=real, **given)
-    return ExampleStep(graph, graph.batch_size)
+        trace = None if real else trace
+        graph = capture(model, batch, batch_scaling=False, real=real, **given if real else traced)
+        second_batch, sizes = None, (graph.batch_size, graph.batch_size)
+    split = None if trace is None else SplitModel(model, batch, graph, trace, second_batch, **given)
+    return ExampleStep(graph, sizes[0], split)

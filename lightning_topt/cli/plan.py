@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,28 +19,31 @@ from rich.console import Console
 
 from lightning_topt.cli.example_step import NeedsValues, capture_example
 from lightning_topt.cli.local_ranks import run_on_ranks
-from lightning_topt.costs.cluster import Cluster
+from lightning_topt.cli.searched_meshes import SearchedMeshes
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
-from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
+from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.meta_build import build_on_meta
-from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.explanation_report import print_explanation, whole_sentences
+from lightning_topt.plan.plan_explanation import explain_plan
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.report import print_table, save_html, save_png
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.planning import Planning, make_fake_optimizers
-from lightning_topt.plugins.read_options import read_device_counts
+from lightning_topt.plugins.planning_ranks import on_rank_0
 from lightning_topt.plugins.searched_plan import choose_for
+from lightning_topt.techniques.tensor_parallel.split_candidates import Captured
+
+AskedFor = Callable[..., SearchRequest]  # a request, but for its costs
 
 
 @dataclass(frozen=True)
-class Costs:
-    """`Costs` are what the search needs besides the graph."""
+class Measured:
+    """The arguments of a `SearchRequest` that ranks have measured, and the steps on slices that rank 0 has captured for it."""
 
-    cluster: Cluster
-    optimizer: OptimizerProfile
-    kernel_seconds: Mapping[KernelKey, float] | None
+    costs: Mapping[str, Any]
+    captured: Captured | None
 
 
 def run(config: DictConfig) -> None:
@@ -55,65 +59,94 @@ def run(config: DictConfig) -> None:
     if not isinstance(strategy, AutoParallelStrategy):
         raise ValueError("topt plan needs strategy=topt: the other strategies have nothing to plan")
     trainer: pl.Trainer = instantiate(config.trainer, strategy=strategy, logger=False, _convert_="all")
-    device_counts = read_device_counts(config.device_counts, default=trainer.world_size)
+    meshes = SearchedMeshes.read(config, strategy.request, trainer)
     objective = config.objective or strategy.request.objective
     check_objective(objective)
     start = time.perf_counter()
     try:
-        example = capture_example(model, datamodule, trainer)
+        example = capture_example(model, datamodule, trainer, splits=meshes.tensor)
     except NeedsValues:
         model = make_model()
         example = capture_example(model, datamodule, trainer)
-    graph, capture_seconds = example.graph, time.perf_counter() - start
-    costs = _costs(strategy, trainer, model, graph)
-    if costs is None:  # another rank of torchrun goes on
-        return
-    frontier = search_plans(
-        SearchRequest(
-            graph,
-            costs.cluster,
-            costs.optimizer,
-            device_counts,
-            global_batch_size=example.samples * trainer.world_size,
-            exchanges=strategy.request.allowed.candidates,
-            kernel_seconds=costs.kernel_seconds or {},
-            returns_memory=strategy.request.saves_memory,
-            capture_seconds=capture_seconds,
-        )
+    capture_seconds = time.perf_counter() - start
+    unsplit = meshes.why_not_split(example, strategy.request, trainer)
+    asked = functools.partial(
+        SearchRequest,
+        example.graph,
+        device_counts=meshes.device_counts,
+        global_batch_size=meshes.global_batch_size(example.samples, world_size=trainer.world_size),
+        exchanges=strategy.request.allowed.candidates,
+        returns_memory=strategy.request.saves_memory,
+        capture_seconds=capture_seconds,
+        split=example.split if meshes.tensor and unsplit is None else None,
+        mesh=meshes.mesh,
     )
+    search = _with_costs(asked, strategy, trainer, model)
+    if search is None:  # another rank of torchrun goes on
+        return
+    frontier = search_plans(search)
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
+    notes = meshes.notes(search, frontier, unsplit)
     request = dataclasses.replace(strategy.request, objective=objective)
-    _report(Planning(frontier, choose_for(request, frontier, costs.cluster), graph), request.memory_limit, folder)
+    planning = Planning(frontier, choose_for(request, frontier, search.cluster), example.graph)
+    _report(planning, search, memory_limit=request.memory_limit, folder=folder, notes=notes)
 
 
-def _costs(
-    strategy: AutoParallelStrategy, trainer: pl.Trainer, module: pl.LightningModule, graph: OpGraph
-) -> Costs | None:
+def _with_costs(
+    asked: AskedFor, strategy: AutoParallelStrategy, trainer: pl.Trainer, module: pl.LightningModule
+) -> SearchRequest | None:
+    """The request with what the search needs besides the graph; None on ranks of torchrun that have nothing more to do."""
     if strategy.request.cluster is not None:
         optimizers, named = make_fake_optimizers(module, device=torch.device("cpu"))
-        return Costs(strategy.request.cluster, read_optimizer(optimizers, named_parameters=named), None)
+        return asked(cluster=strategy.request.cluster, optimizer=read_optimizer(optimizers, named_parameters=named))
     accelerator = "cpu" if strategy.root_device.type == "cpu" else "cuda"
-    return run_on_ranks(_measure, graph, module, accelerator=accelerator, devices=trainer.num_devices)
+    measured = run_on_ranks(_measure, asked, module, accelerator=accelerator, devices=trainer.num_devices)
+    if measured is None:
+        return None
+    search = asked(**measured.costs)
+    if search.split is not None and measured.captured is not None:
+        search.split.take_over(measured.captured)
+    return search
 
 
-def _measure(device: torch.device, num_nodes: int, graph: OpGraph, module: pl.LightningModule) -> Costs:
+def _measure(device: torch.device, num_nodes: int, asked: AskedFor, module: pl.LightningModule) -> Measured:
+    """Measure on every rank; steps on slices are captured on one, and measured as the whole one."""
     optimizers, named = make_fake_optimizers(module, device=device)
     optimizer = read_optimizer(optimizers, named_parameters=named, device_type=device.type)
     measurements = Measurements.open(device=device, num_nodes=num_nodes, progress=print)
     seconds = measurements.update_seconds(optimizers, named_parameters=named)
     optimizer = dataclasses.replace(optimizer, seconds_per_element=seconds)
-    return Costs(measurements.cluster(), optimizer, measurements.kernel_seconds(graph))
+    costs: dict[str, Any] = {"cluster": measurements.cluster(), "optimizer": optimizer}
+    search = asked(**costs)
+    kernels: dict[KernelKey, float] = {}
+    for graph in (search.graph, *on_rank_0(lambda: local_graphs(search))):
+        kernels |= measurements.kernel_seconds(graph)
+    return Measured({**costs, "kernel_seconds": kernels}, None if search.split is None else search.split.captured)
 
 
-def _report(planning: Planning, memory_limit: float | None, folder: Path) -> None:
-    frontier, chosen = planning.frontier, planning.chosen
-    points, title = frontier.shown_with(chosen), planning.graph.model
-    save_png(folder / "frontier.png", points, chosen, memory_limit=memory_limit, title=title)
+def _report(
+    planning: Planning, search: SearchRequest, *, memory_limit: float | None, folder: Path, notes: Sequence[str]
+) -> None:
+    frontier, plan = planning.frontier, planning.chosen.plan
+    points, title = frontier.shown_with(planning.chosen), planning.graph.model
+    explained = explain_plan(search, plan) if plan.mesh.tensor_axes else None
+    lines = [*notes, *(() if explained is None else whole_sentences(explained.whole))]
+    given: dict[str, Any] = {"memory_limit": memory_limit, "title": title}
+    save_png(folder / "frontier.png", points, planning.chosen, **given)
     page = folder / "frontier.html"
-    save_html(page, points, chosen, memory_limit=memory_limit, title=title, exact=frontier.exact)
-    chosen.plan.save(folder / "plan.yaml")
+    save_html(page, points, planning.chosen, **given, exact=frontier.exact, notes=lines)
+    plan.save(folder / "plan.yaml")
     console = Console()
-    print_table(points, chosen, console=console)
-    console.print(f"{chosen.plan.summary()}\n{chosen.plan.reason}", highlight=False)
+    print_table(points, planning.chosen, console=console)
+    console.print(f"{plan.summary()}\n{plan.reason}", highlight=False)
+    if explained is not None:
+        console.print(
+            f"Ranks of its tensor axis get the same samples: with batches of {plan.batch_size} in the loader a step has "
+            f"{search.global_batch_size}.",
+            highlight=False,
+        )
+        print_explanation(explained, console=console)
+    for note in notes:
+        console.print(note, highlight=False, markup=False)
     console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)

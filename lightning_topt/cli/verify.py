@@ -121,7 +121,7 @@ def _plan(config: DictConfig, subject: Subject, cluster: Cluster | None) -> Para
     if isinstance(plan, MeshPlan):
         raise ValueError(
             "the splits of a mesh are searched when a fit begins: give the plan that it took, which its checkpoints hold, or a "
-            "plan file"
+            "plan file, such as topt plan mesh={data:2,tensor:4} writes"
         )
     if isinstance(plan, UniformPlan):
         ranks, nodes = _ranks(config, cluster)

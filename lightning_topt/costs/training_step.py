@@ -170,12 +170,22 @@ class TrainingStep:
         return seconds + self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
 
     def _shown_seconds(self, kernel: Kernel) -> float:
-        """Seconds of a collective along a tensor axis; what one rank gives to an all-to-all is its slice of the whole."""
-        shown = shown_collective(kernel)
+        """Seconds of a collective along a tensor axis."""
+        shown = self.shown(kernel)
         assert shown is not None
-        op, size, axis = shown[0], kernel.bytes.at(self.batch_size), self.mesh.tensor_axes[shown[1]]
-        whole = size * self.mesh.shape[axis] if op == "all_to_all" else size
+        op, whole, axis = shown
         return kernel.count * self.collective_seconds(op, whole, axes=[axis])
+
+    def shown(self, kernel: Kernel) -> tuple[str, float, int] | None:
+        """Return the op, the bytes of the whole tensor and the axis of the mesh of one call along a tensor axis; None for
+        other kernels.
+        """
+        found = shown_collective(kernel)
+        if found is None:
+            return None
+        op, size, axis = found[0], kernel.bytes.at(self.batch_size), self.mesh.tensor_axes[found[1]]
+        # What one rank gives to an all-to-all is its slice of the whole.
+        return op, size * self.mesh.shape[axis] if op == "all_to_all" else size, axis
 
     def taken_seconds(self, size: float) -> float:
         """Return the seconds to take `size` bytes anew from the operating system; 0 where freed memory is kept."""

@@ -1,7 +1,7 @@
 """The collectives that a step really calls, seen where torch dispatches them: its own, FSDP2's, and those of DDP's reducer.
 
-On gloo an all-gather and a reduce-scatter of FSDP2 are exchanges of other kinds (`communication.collectives`): each of them is
-one call here. Calls from other threads (a gradient exchange) are not seen.
+On gloo an all-gather and a reduce-scatter, FSDP2's and those along tensor axes, are exchanges of other kinds
+(`communication.collectives`): each of them is one call here. Calls from other threads (a gradient exchange) are not seen.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lightning_topt.communication.collectives import AllGather, ReduceScatter
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.groups import Group
 from lightning_topt.graph.structures import tensors_in
+from lightning_topt.techniques.tensor_parallel import moves
 
 # By operator: the name, and the argument that has the whole tensor.
 _OPERATORS = {
@@ -66,8 +67,24 @@ class CalledCollectives(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Generator[None, None, None]:
         """Turn it on, also for what runs as other collectives on gloo."""
-        with _counted(AllGather, "all_gather", 0, self), _counted(ReduceScatter, "reduce_scatter", 1, self), self:
+        with (
+            _counted(AllGather, "all_gather", 0, self),
+            _counted(ReduceScatter, "reduce_scatter", 1, self),
+            _counted_move("all_gather_into", "all_gather", 0, self),
+            _counted_move("reduce_scatter_into", "reduce_scatter", 1, self),
+            self,
+        ):
             yield
+
+    @contextmanager
+    def as_one(self, op: str, whole: Tensor, group: dist.ProcessGroup) -> Generator[None, None, None]:
+        """Note a call of `op`, and none of those that it is made of."""
+        self.note(op, [whole], group)
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
 
 
 @contextmanager
@@ -77,18 +94,29 @@ def _counted(cls: type, op: str, position: int, calls: CalledCollectives) -> Gen
     def counted(
         self: Any, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *args: Any, **kwargs: Any
     ) -> Any:
-        calls.note(op, [(output_tensor, input_tensor)[position]], group)
-        calls._inside = True
-        try:
+        with calls.as_one(op, (output_tensor, input_tensor)[position], group):
             return original(self, output_tensor, input_tensor, group, *args, **kwargs)
-        finally:
-            calls._inside = False
 
     cls.__call__ = counted  # type: ignore[method-assign]
     try:
         yield
     finally:
         cls.__call__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _counted_move(name: str, op: str, position: int, calls: CalledCollectives) -> Generator[None, None, None]:
+    original: Callable[..., Any] = getattr(moves, name)
+
+    def counted(output: Tensor, local: Tensor, *, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+        with calls.as_one(op, (output, local)[position], group):
+            return original(output, local, group=group, **kwargs)
+
+    setattr(moves, name, counted)
+    try:
+        yield
+    finally:
+        setattr(moves, name, original)
 
 
 def _process_group(argument: Any) -> dist.ProcessGroup | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,7 +28,7 @@ from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.chains import Chain, Choices, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
 from lightning_topt.plan.tensor_meshes import placed_parameters, tensor_meshes, tensor_sizes, tensor_steps
 from lightning_topt.techniques.plan_batch import PlanBatch
 from lightning_topt.techniques.plan_costs import PlanCosts
@@ -76,13 +76,16 @@ class SearchRequest:
 def search_plans(request: SearchRequest) -> PlanFrontier:
     """Return the frontier over all meshes and exchanges at every number of devices; uniform plans are kept beside it.
 
-    Raises ValueError when a device count does not divide the batch.
+    Raises ValueError when a device count does not divide the batch, PlanError where only plans that split the model are asked
+    for and nothing of it can be split.
     """
     start, error_bound = time.perf_counter(), 0.0
     points: list[PlanPoint] = []
     uniform: list[PlanPoint] = []
     for count in request.device_counts:
         spaces = [*_spaces(request, count)]
+        if not spaces:
+            raise PlanError(_why_none(replace(request, device_counts=(count,))))
         found = search_chains([c for space in spaces for c in space.chains()], max_seconds=request.max_seconds)
         points += [point for batch in found.batches for point in points_of(batch)]
         uniform += [point for space in spaces if space.own for point in points_of(space.uniform())]
@@ -186,6 +189,12 @@ def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
     return min(range(len(configs)), key=distance)
 
 
+def local_graphs(request: SearchRequest) -> list[OpGraph]:
+    """Return the steps on slices that `search_plans` looks at, each once: their kernels may be measured before it."""
+    steps = [step for count in request.device_counts for step, _ in _tensor_steps(request, count)]
+    return [*{id(step.graph): step.graph for step in steps}.values()]
+
+
 def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
     """The plans for `count` ranks: on every mesh, with every exchange."""
     cluster, samples = request.cluster, request.global_batch_size
@@ -193,28 +202,48 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
         yield from _spaces_on(request, request.mesh)
         return
     if request.own_batches:
-        yield from _spaces_of_own_batches(request, count)
+        for step, _ in _tensor_steps(request, count):
+            yield from _spaces_of(step, (), shards=False)
         return
-    sizes = tensor_sizes(cluster, count) if request.split is not None else []
-    sizes = [size for size in sizes if samples % (count // size) == 0]
-    if samples % count and not sizes:
+    if samples % count and not _tensor_sizes(request, count):
         raise ValueError(
             f"a global batch of {samples} samples cannot be divided evenly over {count} devices; choose a "
             f"batch size that is a multiple of {count}, or other device counts"
         )
-    first, *rest = meshes(cluster, count)
-    common = request.graph, cluster, request.optimizer, first, max(samples // count, 1)
-    whole = TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
     if samples % count == 0:
+        first, *rest = meshes(cluster, count)
         legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in request.exchanges)
-        exchanges = dict.fromkeys(itertools.chain.from_iterable(legal))
-        yield from _spaces_of(whole, rest, shards=request.shards, exchanges=[*exchanges])
-    for size in sizes:
-        assert request.split is not None
-        first, *others = tensor_meshes(cluster, count, size)
-        of_rank = replace(whole, batch_size=samples // (count // size))
-        for step in tensor_steps(of_rank, request.split, mesh=first):
-            yield from _spaces_of(step, others, shards=request.shards)
+        exchanges = [*dict.fromkeys(itertools.chain.from_iterable(legal))]
+        yield from _spaces_of(step_on(request, first), rest, shards=request.shards, exchanges=exchanges)
+    for step, others in _tensor_steps(request, count):
+        yield from _spaces_of(step, others, shards=request.shards)
+
+
+def _tensor_sizes(request: SearchRequest, count: int) -> list[int]:
+    """Sizes of the tensor axes to look at, those that leave every data rank as many samples."""
+    sizes = tensor_sizes(request.cluster, count) if request.split is not None else []
+    return [size for size in sizes if request.own_batches or request.global_batch_size % (count // size) == 0]
+
+
+def _tensor_steps(request: SearchRequest, count: int) -> Iterator[tuple[TrainingStep, Sequence[Mesh]]]:
+    """The steps on slices, each on one mesh, and the other meshes of the same tensor axis."""
+    if request.split is None or (request.mesh is not None and not request.mesh.tensor_axes):
+        return
+    if request.mesh is not None:
+        of_tensor = [[request.mesh]]
+    else:
+        of_tensor = [[*tensor_meshes(request.cluster, count, size)] for size in _tensor_sizes(request, count)]
+    for first, *others in of_tensor:
+        for step in tensor_steps(step_on(request, first), request.split, mesh=first):
+            yield step, others
+
+
+def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
+    """Return the step of a data rank of `mesh`, with nothing split."""
+    batches = mesh.ranks_along(mesh.tensor_axes) if request.own_batches else 1
+    samples = max(request.global_batch_size // (mesh.data_parallel_size * batches), 1)
+    common = request.graph, request.cluster, request.optimizer, mesh, samples, request.kernel_seconds
+    return TrainingStep(*common, returns_memory=request.returns_memory, num_microbatches=batches)
 
 
 def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[_Space]:
@@ -225,25 +254,41 @@ def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[_Space]:
             f"a global batch of {request.global_batch_size} samples cannot be divided evenly over {parts} data ranks; choose a "
             f"batch size that is a multiple of {parts}"
         )
-    common = request.graph, request.cluster, request.optimizer, mesh, request.global_batch_size // parts
-    step = TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
     if not mesh.tensor_axes:
-        yield from _spaces_of(step, (), shards=request.shards)
+        yield from _spaces_of(step_on(request, mesh), (), shards=request.shards)
         return
     assert request.split is not None, "a mesh with a tensor axis needs a model that can be split"
-    for split in tensor_steps(step, request.split, mesh=mesh):
+    for split, _ in _tensor_steps(request, mesh.size):
         yield from _spaces_of(split, (), shards=request.shards)
 
 
-def _spaces_of_own_batches(request: SearchRequest, count: int) -> Iterator[_Space]:
-    """The plans for `count` ranks that bring a batch each, along a tensor axis."""
-    assert request.split is not None, "a mesh with a tensor axis needs a model that can be split"
-    for size in tensor_sizes(request.cluster, count):
-        mesh = next(tensor_meshes(request.cluster, count, size))
-        common = request.graph, request.cluster, request.optimizer, mesh, request.global_batch_size / count
-        whole = TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
-        for step in tensor_steps(replace(whole, num_microbatches=size), request.split, mesh=mesh):
-            yield from _spaces_of(step, (), shards=False)
+def why_unsplit(request: SearchRequest, found: Iterable[PlanPoint]) -> dict[int, str]:
+    """Return why splits were left out that the search had looked at, by the size of the tensor axis; `found` are the uniform
+    plans, of which every step on slices has some.
+    """
+    known = {point.plan.mesh.shape[axis] for point in found for axis in point.plan.mesh.tensor_axes}
+    sizes = dict.fromkeys(size for count in request.device_counts for size in _sizes_of(request, count))
+    whys = {
+        size: "; ".join(request.split.refusals(size)) if size in known else request.split.why_whole(size)
+        for size in sizes
+        if request.split is not None
+    }
+    return {size: why for size, why in whys.items() if why}
+
+
+def _sizes_of(request: SearchRequest, count: int) -> list[int]:
+    """The sizes of the tensor axes that were looked at."""
+    mesh = request.mesh
+    return _tensor_sizes(request, count) if mesh is None else [mesh.shape[axis] for axis in mesh.tensor_axes]
+
+
+def _why_none(request: SearchRequest) -> str:
+    """All meshes of the request have a tensor axis, and no step on slices is known."""
+    found = why_unsplit(request, ())
+    sizes, whys = " or ".join(map(str, found)), "; ".join(dict.fromkeys(found.values()))
+    return (
+        f"nothing of this model can be split over {sizes} ranks: {whys}. Choose another number of ranks or another plan"
+    )
 
 
 def _spaces_of(

@@ -114,17 +114,18 @@ def save_html(
     memory_limit: float | None = None,
     title: str = "",
     exact: bool = True,
+    notes: Sequence[str] = (),
 ) -> None:
     """Write one page that loads nothing from elsewhere: the frontier, and the plan of the point clicked on.
 
-    `memory_limit` is in bytes per device; `exact` says whether the search proves that the frontier is complete.
-    Raises ValueError when `chosen` is not one of the points.
+    `memory_limit` is in bytes per device; `exact` says whether the search proves that the frontier is complete; `notes`
+    are lines on the chosen plan. Raises ValueError when `chosen` is not one of the points.
     """
     ordered, index = _ordered(points, chosen)
     blocks, entries = _embedded(ordered)
     x, y = _axes_of(ordered, memory_limit)
     limit = None if memory_limit is None else {"bytes": memory_limit, "text": format_bytes(memory_limit)}
-    data = {"chosen": index, "reason": chosen.plan.reason, "exact": exact, "limit": limit}
+    data = {"chosen": index, "reason": chosen.plan.reason, "notes": [*notes], "exact": exact, "limit": limit}
     data |= {"axes": {"x": x._asdict(), "y": y._asdict()}, "blocks": blocks, "points": entries}
     # no "<" in the data: neither "</script>" nor "<!--" can end the element early
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -10,9 +10,10 @@ from lightning_topt.costs.groups import Group
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import Placements, Replicate
+from lightning_topt.graph.op_config import Placements, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.techniques.tensor_parallel.split_candidates import ModelSplit, SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 
 
@@ -40,24 +41,43 @@ def tensor_steps(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> Itera
     """
     if len(mesh.tensor_axes) > 1:
         raise ValueError("the search splits along one tensor axis; give a plan that places parameters along several")
-    (axis,) = mesh.tensor_axes
-    size = mesh.shape[axis]
-    prices = SplitPrices(
-        whole.cluster, whole.optimizer, Group(size, mesh.stride([axis])), whole.batch_size / split.samples
-    )
-    blocks = [block.name for block in whole.graph.blocks]
+    prices = prices_on(whole, split, mesh=mesh)
     for candidate in split.candidates(prices):
-        local = split.local_graph(candidate, size)
-        if local is not None:
-            yield replace(
-                whole,
-                graph=local,
-                mesh=mesh,
-                optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
-                exchange=None,
-                split=candidate.by_block(blocks),
-                joined_bytes=_whole_bytes(whole.graph) - _whole_bytes(local) if whole.num_microbatches > 1 else 0.0,
-            )
+        step = step_under(candidate, whole, split, mesh=mesh)
+        if step is not None:
+            yield step
+
+
+def prices_on(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> SplitPrices:
+    """Return the prices of traced calls along the one tensor axis of `mesh`; `whole` as in `tensor_steps`."""
+    (axis,) = mesh.tensor_axes
+    group = Group(mesh.shape[axis], mesh.stride([axis]))
+    return SplitPrices(whole.cluster, whole.optimizer, group, whole.batch_size / split.samples)
+
+
+def step_under(chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> TrainingStep | None:
+    """Return the step of one rank on `mesh`, as `tensor_steps` does for each of its candidates; None where it cannot be
+    captured.
+    """
+    (axis,) = mesh.tensor_axes
+    local = split.local_graph(chosen, mesh.shape[axis])
+    if local is None:
+        return None
+    optimizer = whole.optimizer.of_slices(_shares(local, whole.graph))
+    placed = chosen.by_block([block.name for block in whole.graph.blocks])
+    joined = _whole_bytes(whole.graph) - _whole_bytes(local) if whole.num_microbatches > 1 else 0.0
+    return replace(whole, graph=local, mesh=mesh, optimizer=optimizer, exchange=None, split=placed, joined_bytes=joined)
+
+
+def split_of(plan: ParallelPlan) -> ModelSplit:
+    """Return where `plan` has parameters along its one tensor axis, as a split; what it takes is left at 0."""
+    (axis,) = plan.mesh.tensor_axes
+    placed = (
+        (f"{block.block}.{name}" if block.block else name, placements[axis])
+        for block in plan.blocks
+        for name, placements in block.config.parameters
+    )
+    return ModelSplit({name: p for name, p in placed if isinstance(p, Shard)}, 0.0, 0.0, 0.0)
 
 
 def least_seconds(whole: TrainingStep, size: int) -> float:

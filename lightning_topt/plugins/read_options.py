@@ -88,7 +88,8 @@ class MeshPlan:
 GivenPlan = ParallelPlan | UniformPlan | MeshPlan
 
 
-def _mesh_plan(sizes: Any) -> MeshPlan:
+def read_mesh(sizes: Any) -> MeshPlan:
+    """Return the best plan on the mesh with these sizes by names of axes, outermost first. Raises PlanError."""
     if not isinstance(sizes, Mapping) or not sizes:
         raise PlanError(f"mesh maps the names of axes to sizes, such as {{'data': 2, 'tensor': 4}}; got {shown(sizes)}")
     known = (*DATA_AXES, "tensor")
@@ -104,7 +105,7 @@ def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None)
     if plan is None or isinstance(plan, ParallelPlan):
         return plan
     if isinstance(plan, Mapping) and set(plan) == {"mesh"} and isinstance(plan["mesh"], Mapping):
-        return _mesh_plan(plan["mesh"])
+        return read_mesh(plan["mesh"])
     if isinstance(plan, Mapping):
         return ParallelPlan.from_dict(plan)
     if not isinstance(plan, str | Path):

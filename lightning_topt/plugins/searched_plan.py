@@ -22,15 +22,12 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
-from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.memory_meter import release_free_memory
 from lightning_topt.graph.capture import capture, may_need_values
-from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
-from lightning_topt.plan.tensor_meshes import tensor_steps
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plugins.allowed_exchanges import exchanges_of_run
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning, optimizers_of
@@ -161,27 +158,21 @@ def search_mesh(
         device=trainer.strategy.root_device.type,
     )
     costs = read_costs(request, trainer, graph)
-    kernels = {**costs.kernel_seconds, **costs.measured(on_rank_0(lambda: _local_graphs(split, costs, mesh)))}
+    wanted = dataclasses.replace(
+        search_request(request, trainer, graph, costs),
+        global_batch_size=graph.batch_size * mesh.data_parallel_size,
+        shards=not given.preset and reason is None,
+        exchanges=(),
+        returns_memory=request.saves_memory or given.recompute,
+        split=split,
+        mesh=mesh,
+    )
+    kernels = {**costs.kernel_seconds, **costs.measured(on_rank_0(lambda: local_graphs(wanted)))}
     planning: Planning | None = None
 
     def search() -> dict[str, Any]:
         nonlocal planning
-        wanted = dataclasses.replace(
-            search_request(request, trainer, graph, costs),
-            global_batch_size=graph.batch_size * mesh.data_parallel_size,
-            shards=not given.preset and reason is None,
-            exchanges=(),
-            kernel_seconds=kernels,
-            returns_memory=request.saves_memory or given.recompute,
-            split=split,
-            mesh=mesh,
-        )
-        frontier = search_plans(wanted)
-        if not frontier.candidates:
-            raise PlanError(
-                "nothing of this model can be split over these ranks: its layers do not divide, or its code cannot run on "
-                "slices; choose another number of ranks or another plan"
-            )
+        frontier = search_plans(dataclasses.replace(wanted, kernel_seconds=kernels))
         chosen = _preset_of(given, frontier) if given.preset else choose_for(request, frontier, costs.cluster)
         planning = Planning(frontier, chosen, graph)
         return planning.chosen.plan.to_dict()
@@ -189,14 +180,6 @@ def search_mesh(
     plan = ParallelPlan.from_dict(on_rank_0(search))
     say(plan)
     return plan, planning
-
-
-def _local_graphs(split: SplitModel, costs: RunCosts, mesh: Mesh) -> list[OpGraph]:
-    """The steps of a rank on a given mesh."""
-    if not mesh.tensor_axes:
-        return []
-    step = TrainingStep(split.graph, costs.cluster, costs.optimizer, mesh, split.graph.batch_size)
-    return [local.graph for local in tensor_steps(step, split, mesh=mesh)]
 
 
 def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:

@@ -23,7 +23,7 @@ from lightning_topt.plan.choose import (
     fitting_points,
 )
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
 from lightning_topt.plugins.own_batches import WatchedTrace, why_no_turns
 from lightning_topt.plugins.plan_request import PlanRequest
@@ -122,13 +122,12 @@ def _look(
         split_best, best = _best_seconds(request, search, frontier), _best_seconds(request, search, found[0])
         if split_best is None or (best is not None and request.objective == "time" and not _pays(split_best, best)):
             return "no plan with a tensor axis is better", []
-        wanted = [] if costs.measurements is None else split.local_graphs
-        return None, [local for local in wanted if local is not None]
+        return None, [] if costs.measurements is None else local_graphs(search)
 
-    reason, local_graphs = on_rank_0(by_formula)
+    reason, graphs = on_rank_0(by_formula)
     if reason is not None:
         return reason
-    kernels = {**search.kernel_seconds, **costs.measured(local_graphs)}
+    kernels = {**search.kernel_seconds, **costs.measured(graphs)}
     on_rank_0(lambda: found.append(search_plans(dataclasses.replace(search, kernel_seconds=kernels))))
     return None
 

@@ -1,16 +1,19 @@
 """An explanation takes apart what one plan is expected to cost: what its seconds are spent on, and what is in memory in each
-phase.
+phase; for the whole plan (`explain`) or block by block (`explain_blocks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_topt.costs.lifetimes import ONCE, Phase
+from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.plan_costs import Configs, PlanCosts
+
+_PASSES = ("forward", "backward", "recompute")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,32 @@ class Explanation:
     peak_phase: str
     peak_parts: Mapping[str, float]
     phases: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class TensorCollective:
+    """Calls of `op` along a tensor axis in one pass (``"forward"``, ``"backward"``, ``"recompute"``) of a block, with the bytes
+    of the whole tensors and the seconds of all of them.
+    """
+
+    during: str
+    op: str
+    axis: str
+    calls: int
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BlockExplanation:
+    """The costs of one block of a plan on each rank: `seconds` by kind as in `Explanation`, `peak_parts` the bytes by kind that
+    it has in the phase in which the plan's memory is at its peak, and what its operators exchange along tensor axes, whose
+    seconds are part of those of the passes.
+    """
+
+    seconds: Mapping[str, float]
+    peak_parts: Mapping[str, float]
+    collectives: tuple[TensorCollective, ...]
 
 
 def explain(costs: PlanCosts, configs: Configs) -> Explanation:
@@ -61,21 +90,55 @@ def compute_seconds(seconds: Mapping[str, float]) -> float:
     return sum(seconds[kind] for kind in ("forward", "backward", "recompute", "update"))
 
 
+def explain_blocks(costs: PlanCosts, configs: Configs) -> dict[str, BlockExplanation]:
+    """Return what each block of the plan costs; what its blocks share is in none of them. Raises ValueError as `explain`."""
+    costs.check(configs)
+    beside, peak = costs.neighbours(configs), int(np.argmax(costs.memory(configs)))
+    found = {}
+    for name, config in configs.items():
+        parts = costs.step.phases.by_kind(costs.block_lifetimes(name, config, beside[name]))
+        found[name] = BlockExplanation(
+            _block_seconds(costs, name, config),
+            {kind: float(sizes[peak]) for kind, sizes in parts.items()},
+            tuple(_tensor_collectives(costs, name, config)),
+        )
+    return found
+
+
 def seconds_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, float]:
     """Return the work of a step by kind, in seconds, whether it is in the way of anything or not."""
-    times = [costs.block_seconds(name, config) for name, config in configs.items()]
-    compute = [costs.step.compute[name] for name in configs]
-    shared, count = costs.plan_seconds(configs) - costs.step.sent_seconds, costs.step.num_microbatches
+    blocks = [_block_seconds(costs, name, config) for name, config in configs.items()]
+    found = {kind: sum(block[kind] for block in blocks) for kind in blocks[0]}
+    found["update"] += costs.plan_seconds(configs) - costs.step.sent_seconds
+    return {**found, "buffers": costs.step.sent_seconds}
+
+
+def _block_seconds(costs: PlanCosts, name: str, config: OpConfig) -> dict[str, float]:
+    time, (forward, backward) = costs.block_seconds(name, config), costs.step.compute[name]
+    count = costs.step.num_microbatches
     return {
-        "forward": count * float(sum(forward.sum() for forward, _ in compute)),
-        "backward": count * float(sum(backward.sum() for _, backward in compute)),
-        "recompute": count * sum(time.recompute for time in times),
-        "update": sum(time.update for time in times) + shared,
-        "gather": sum(sum(time.gather_foreground) + sum(time.gather_background) for time in times),
-        "reduce": sum(time.reduce_foreground + time.reduce_background for time in times),
-        "broadcast": sum(time.broadcast for time in times),
-        "buffers": costs.step.sent_seconds,
+        "forward": count * float(forward.sum()),
+        "backward": count * float(backward.sum()),
+        "recompute": count * time.recompute,
+        "update": time.update,
+        "gather": sum(time.gather_foreground) + sum(time.gather_background),
+        "reduce": time.reduce_foreground + time.reduce_background,
+        "broadcast": time.broadcast,
     }
+
+
+def _tensor_collectives(costs: PlanCosts, name: str, config: OpConfig) -> Iterator[TensorCollective]:
+    passes: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
+    for op in costs.step.graph.ops:
+        again = [("recompute", op.forward)] if config.recompute else []
+        for during, kernels in (("forward", op.forward), ("backward", op.backward), *again) if op.block == name else ():
+            for kernel in kernels:
+                if (shown := costs.step.shown(kernel)) is not None:
+                    passes.setdefault((during, shown[0], shown[2]), []).append((kernel.count, shown[1]))
+    for (during, op_name, axis), calls in sorted(passes.items(), key=lambda each: _PASSES.index(each[0][0])):
+        seconds = sum(count * costs.step.collective_seconds(op_name, size, axes=[axis]) for count, size in calls)
+        count, size = sum(count for count, _ in calls), sum(count * size for count, size in calls)
+        yield TensorCollective(during, op_name, costs.step.mesh.names[axis], count, size, seconds)
 
 
 def _memory_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, np.ndarray]:

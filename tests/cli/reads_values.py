@@ -1,10 +1,11 @@
-"""A model whose step depends on values, for `topt plan`."""
+"""Models that `topt plan` cannot look at as it does at others: one whose step depends on values, one that cannot be split."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_topt.cli.tasks.byte_lm import ByteGPT
 
@@ -15,3 +16,20 @@ class ReadsValues(ByteGPT):
     def training_step(self, batch: Tensor, *args: Any) -> Tensor:
         loss = super().training_step(batch, *args)
         return loss * 2 if loss.item() > 100 else loss
+
+
+class Unseen(nn.Linear):
+    """Computes where torch functions are not seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return super().forward(x)
+
+
+class Hidden(ByteGPT):
+    """Its perceptrons do not run on slices."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for block in self.blocks:
+            block.mlp_out = Unseen(block.mlp_out.in_features, block.mlp_out.out_features)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from lightning.pytorch import Callback
 
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
+from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from tests.preloaded import preloaded_python
@@ -101,6 +103,12 @@ def test_the_same_seed_gives_the_same_metric(trained, tmp_path):
         (["plan", *TINY, "strategy.memory_limit=1KiB", "cluster=local_cpu"], "memory"),
         (["plan", "strategy=ddp"], "needs strategy=topt"),
         (["plan", *TINY, "device_counts=[3]", "cluster=local_cpu"], "cannot be divided evenly over 3 devices"),
+        (["plan", "mesh={data:2,tensor:4}", "tensor=false"], "tensor=false, but the mesh has a tensor axis"),
+        (["plan", "mesh={data:2}", "tensor=true"], "tensor=true, but the mesh has no tensor axis"),
+        (["plan", "trainer.devices=1", "tensor=true"], "a tensor axis lies inside a node"),
+        (["plan", "mesh={data:2,tensor:3}", "device_counts=[4]"], "has 6 ranks, and this run has 4"),
+        (["plan", "strategy.plan=zero1"], "topt plan searches a plan"),
+        (["plan", *TINY, "model.num_heads=1", "cluster=a100_8x8", "mesh={tensor:7}"], "cut into 7 slices"),
         (["calibrate", "accelerator=abacus"], "accelerator must be cpu or cuda"),
         (["train", "strategy=ddp", "data.max_bytes=10"], "raise max_bytes"),
     ],
@@ -130,7 +138,9 @@ def test_plan_writes_the_frontier_and_the_plan(cluster, tmp_path):
     points = sorted(frontier["points"], key=lambda point: point["peak_bytes"])
     seconds = [point["step_seconds"] for point in points]
     assert seconds == sorted(seconds, reverse=True), "no point is dominated"
-    assert all(ParallelPlan.from_dict(point["plan"]).data_parallel_size == point["devices"] == 2 for point in points)
+    assert all(ParallelPlan.from_dict(point["plan"]).mesh.size == point["devices"] == 2 for point in points)
+    uniform = [ParallelPlan.from_dict(point["plan"]) for point in frontier["uniform"]]
+    assert {name for plan in uniform for name in plan.mesh.names} == {"data", "tensor"}, "both were searched"
     plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")
     assert plan.reason and plan.predicted.step_seconds <= (1 + TIME_ERROR) * min(seconds) + TIME_ERROR_SECONDS
     assert (tmp_path / "run" / "frontier.png").read_bytes().startswith(b"\x89PNG")
@@ -157,7 +167,7 @@ def test_a_plan_made_by_topt_plan_runs_in_topt_train(tmp_path):
 
 
 def test_plans_may_compress_gradients_where_the_command_line_allows_it(tmp_path):
-    slow = ["cluster=local_cpu", "cluster.intra.bandwidth=10Mb/s"]
+    slow = ["cluster=local_cpu", "cluster.intra.bandwidth=10Mb/s", "tensor=false"]
     allowed = "strategy.allow_compression=[sign,{method: topk, density: 0.001}]"
     output = finished(topt("plan", *TINY, *slow, allowed, f"hydra.run.dir={tmp_path}/plan", folder=tmp_path))
     assert "gradients top-k 0.1 %" in output and "which was allowed" in " ".join(output.split())
@@ -165,6 +175,45 @@ def test_plans_may_compress_gradients_where_the_command_line_allows_it(tmp_path)
     assert plan.gradient_exchange == ExchangeOptions(density=0.001, hierarchical=False)
     refused = topt("train", *TINY, f"strategy.plan={tmp_path}/plan/plan.yaml", folder=tmp_path)
     assert refused.returncode == 2 and "allow_compression=True" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def tensor_plan(tmp_path_factory):
+    """A plan with a tensor axis, and what `topt plan` said of it."""
+    folder = tmp_path_factory.mktemp("tensor")
+    mesh = ["mesh={data:32,tensor:2}", "cluster=a100_8x8", "strategy.objective=memory"]
+    output = finished(topt("plan", *TINY, *mesh, f"hydra.run.dir={folder}/run", folder=folder))
+    return folder / "run" / "plan.yaml", " ".join(output.split())
+
+
+def test_a_plan_on_a_given_mesh_says_what_is_split_and_what_is_not(tensor_plan):
+    path, output = tensor_plan
+    plan = ParallelPlan.load(path)
+    assert plan.mesh.names == ("data", "tensor") and plan.mesh.shape == (32, 2)
+    assert all(block.config.parameters for block in plan.blocks if block.block)
+    batch = f"with batches of {plan.batch_size} in the loader a step has {32 * plan.batch_size}"
+    assert batch in output and "forward 2 all_reduce" in output
+    assert "Not split, the same on every rank of the tensor axis" in output and "layer_norm (5 calls" in output
+    assert "Not split" in path.with_name("frontier.html").read_text()
+
+
+@pytest.mark.parametrize("ranks", [64, 512])
+def test_a_plan_on_a_tensor_mesh_passes_verify(ranks, tensor_plan, tmp_path):
+    plan = ParallelPlan.load(tensor_plan[0])
+    data, tensor = plan.mesh.axes
+    larger = dataclasses.replace(plan, mesh=Mesh((dataclasses.replace(data, size=ranks // 2), tensor)))
+    larger.save(tmp_path / "plan.yaml")
+    output = finished(topt("verify", *TINY, f"plan={tmp_path}/plan.yaml", f"json={tmp_path}/v.json", folder=tmp_path))
+    assert f"rank 0 of a fake group of {ranks} ranks took a step and did what is said here" in " ".join(output.split())
+    record = json.loads((tmp_path / "v.json").read_text())
+    assert record["would_run"] and record["world_size"] == ranks
+    assert {row["axis"] for row in record["collectives"]} == {"data", "tensor"}
+
+
+def test_splits_that_cannot_be_are_named(tmp_path):
+    model = ["model._target_=tests.cli.reads_values.Hidden", "cluster=local_cpu"]
+    output = finished(topt("plan", *TINY, *model, f"hydra.run.dir={tmp_path}/run", folder=tmp_path))
+    assert "Left out over 2 ranks of a tensor axis: module 'blocks.0" in " ".join(output.split())
 
 
 def test_calibrate_writes_a_cluster_and_keeps_it_for_later_runs(tmp_path, monkeypatch):
@@ -203,3 +252,5 @@ def test_a_step_that_depends_on_values_is_planned_for_its_own_batch(tmp_path):
     assert ParallelPlan.load(tmp_path / "run" / "plan.yaml").model == "ReadsValues"
     refused = topt("plan", *TINY, *model, "device_counts=[1]", folder=tmp_path)
     assert refused.returncode == 2 and "batch" in refused.stderr
+    refused = topt("plan", *TINY, *model, "tensor=true", folder=tmp_path)
+    assert refused.returncode == 2 and "the step depends on values of tensors" in refused.stderr

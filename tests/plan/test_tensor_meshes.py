@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.groups import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
 from lightning_topt.plan.choose import PlanFrontier
-from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.explanation_report import whole_sentences
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.plan_explanation import explain_plan
+from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.tensor_meshes import (
     least_seconds,
     placed_parameters,
@@ -26,8 +31,12 @@ from lightning_topt.plan.tensor_meshes import (
 from lightning_topt.techniques.explain import seconds_by_kind
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_candidates import ModelSplit, SplitModel
+from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+from lightning_topt.techniques.tensor_parallel.split_search import price_split
+from lightning_topt.techniques.tensor_parallel.whole_operators import whole_operators
 from tests.models import GPT
+from tests.techniques.tensor_parallel.traced import Step
 
 DEVICE = Device("accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6)
 NODES = Cluster("nodes", DEVICE, devices_per_node=4, num_nodes=2, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e9))
@@ -159,3 +168,89 @@ def test_microbatches_take_their_computation_and_share_the_rest(own_batches: Sea
         gradients = sum(p.numel * 4 for p in several.graph.parameters if p.trainable)
         added = second.memory(plan) - first.memory(plan)
         assert added[:-1] == pytest.approx(gradients) and added[-1] == pytest.approx(gradients + several.joined_bytes)
+
+
+def test_an_explanation_adds_up_to_what_the_search_said(request_of_gpt: SearchRequest) -> None:
+    request = replace(request_of_gpt, global_batch_size=8)
+    found = search_plans(request)
+    assert {bool(point.plan.mesh.tensor_axes) for point in found.candidates} == {False, True}
+    assert PlanFrontier.from_json(found.to_json()) == found
+    for point in found.candidates[:: max(len(found.candidates) // 20, 1)]:
+        explained = explain_plan(request, point.plan)
+        assert explained.total.step_seconds == pytest.approx(point.step_seconds)
+        assert explained.total.peak_bytes == pytest.approx(point.peak_bytes)
+        for kind, seconds in explained.total.seconds.items():
+            parts = sum(block.seconds.get(kind, 0.0) for block in explained.blocks.values())
+            assert parts == pytest.approx(seconds) or kind in ("update", "buffers")
+        assert sum(sum(block.peak_parts.values()) for block in explained.blocks.values()) <= point.peak_bytes
+        if not point.plan.mesh.tensor_axes:
+            assert not explained.whole and not any(block.collectives for block in explained.blocks.values())
+
+
+def test_a_block_says_what_it_exchanges_along_a_tensor_axis(request_of_gpt: SearchRequest) -> None:
+    request = replace(request_of_gpt, mesh=Mesh((Axis("data", 2), Axis("tensor", 4))))
+    plans = {bool(p.plan.blocks[1].config.recompute): p.plan for p in search_plans(request).uniform}
+    samples, tensor = 8, 128 * 256 * 4
+    for recompute, plan in plans.items():
+        explained = explain_plan(request, plan)
+        (block,) = {explained.blocks[f"blocks.{index}"].collectives for index in range(3)}
+        # Two products of a block are sums over ranks, and so are the gradients of what two products read.
+        expected = {"forward": 2, "backward": 2, **({"recompute": 2} if recompute else {})}
+        assert {each.during: each.calls for each in block} == expected
+        assert {each.op for each in block} == {"all_reduce"} and {each.axis for each in block} == {"tensor"}
+        assert all(each.bytes == 2 * samples * tensor for each in block)
+        forward = explained.blocks["blocks.0"].seconds["forward"]
+        assert all(0 < each.seconds < forward for each in block)
+
+
+def test_plans_that_only_split_say_what_cannot_be(request_of_gpt: SearchRequest) -> None:
+    request = replace(request_of_gpt, device_counts=(7,), mesh=Mesh((Axis("tensor", 7),)))
+    with pytest.raises(PlanError, match=r"over 7 ranks: no parameter can be cut into 7 slices .*'tokens.weight'"):
+        search_plans(request)
+    steps = local_graphs(replace(request_of_gpt, device_counts=(2,)))
+    assert {graph.whole_model for graph in steps} == {request_of_gpt.graph.fingerprint}
+    assert local_graphs(replace(request_of_gpt, split=None)) == []
+
+
+def test_captured_steps_go_to_another_process(request_of_gpt: SearchRequest) -> None:
+    split = request_of_gpt.split
+    assert split is not None
+    local_graphs(request_of_gpt)
+    other = pickle.loads(pickle.dumps(replace(split, _graphs={}, _refusals={})))
+    assert len(other.trace.calls) == len(split.trace.calls) and not other.captured.graphs
+    other.take_over(pickle.loads(pickle.dumps(split.captured)))
+    assert other.captured == split.captured and other.captured.graphs
+
+
+class Normed(nn.Module):
+    """A perceptron with a norm inside, which no table knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.renorm(self.up(x), 2, 0, 1.0))
+
+
+def test_functions_that_are_not_in_the_table_are_told_with_their_shares() -> None:
+    module, batch = Step(Normed()), torch.zeros(512, 64)
+    trace = FunctionTrace()
+    graph = capture(module, batch, adapt=trace.of)
+    split = SplitModel(module, batch, graph, trace)
+    optimizer = read_optimizer([torch.optim.SGD(module.parameters())], named_parameters=module.named_parameters())
+    prices = SplitPrices(NODES, optimizer, Group(2))
+    column = {"inner.up.weight": Shard(0), "inner.up.bias": Shard(0), "inner.down.weight": Shard(1)}
+    found = whole_operators(split.priced_calls(ModelSplit(column, 0.0, 0.0, 0.0), prices))
+    total = price_split(trace.calls, prices, column)
+    assert total is not None
+    first = found[0]
+    assert (first.function, first.module, first.calls) == ("renorm", "inner", 1)
+    assert first.why == "not in the table of kinds"
+    kept = 1024 * 256 * 4  # what it gathers
+    assert first.share_of_bytes * total.activation_bytes == pytest.approx(kept)
+    assert first.share_of_seconds * total.seconds > prices.collective_seconds([("all_gather", kept)])
+    assert "linear" not in {each.function for each in found}
+    assert sum(each.share_of_seconds for each in found) < 1
+    lines = whole_sentences(found)
+    assert lines[1].startswith("- renorm (1 call, first in inner; not in the table of kinds): ")

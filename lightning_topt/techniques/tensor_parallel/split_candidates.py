@@ -13,19 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_topt.graph.blocks import block_of
+from lightning_topt.graph.errors import WAY_OUT
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Placements, Replicate
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_capture import capture_split
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from lightning_topt.techniques.tensor_parallel.split_search import BlockSplit, Point, pareto, search_splits
+from lightning_topt.techniques.tensor_parallel.split_search import (
+    BlockSplit,
+    Point,
+    PricedCall,
+    pareto,
+    price_split,
+    search_splits,
+)
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 _CLOSE = 0.02
@@ -52,6 +60,13 @@ class ModelSplit:
         return {block: tuple(placed) for block, placed in found.items()}
 
 
+class Captured(NamedTuple):
+    """Graphs of split steps by ranks and placements, and why some have none."""
+
+    graphs: Mapping[Any, OpGraph | None]
+    refusals: Mapping[Any, str]
+
+
 @dataclass(frozen=True)
 class SplitModel:
     """A model whose step was captured whole as `graph`, under `trace`; the rest is what `capture` was given."""
@@ -64,6 +79,7 @@ class SplitModel:
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     device: torch.device | str = "cpu"
     _graphs: dict[Any, OpGraph | None] = field(default_factory=dict, compare=False, repr=False)
+    _refusals: dict[Any, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def samples(self) -> int:
@@ -107,7 +123,7 @@ class SplitModel:
 
     def local_graph(self, split: ModelSplit, ranks: int) -> OpGraph | None:
         """Return the graph of one of `ranks` ranks, captured once; None where the split step cannot be captured."""
-        key = ranks, tuple(split.placements.items())
+        key = ranks, frozenset(split.placements.items())
         if key not in self._graphs:
             axes = TensorAxes.of_mesh(Mesh((Axis("tensor", ranks),)), rank=0)
             names = (name for name, _ in self.module.named_parameters())
@@ -124,9 +140,49 @@ class SplitModel:
                     forward_context=self.forward_context,
                     device=self.device,
                 )
-            except ValueError:  # code that cannot run on slices
-                self._graphs[key] = None
+            except ValueError as error:  # code that cannot run on slices
+                self._graphs[key], self._refusals[key] = None, _without_way_out(error)
         return self._graphs[key]
+
+    def refusals(self, ranks: int) -> list[str]:
+        """Return why `local_graph` captured no step of one of `ranks` ranks, a clause for each split that was left out."""
+        return [*dict.fromkeys(why for (of, _), why in self._refusals.items() if of == ranks)]
+
+    def why_whole(self, ranks: int) -> str:
+        """Return why no step on slices over `ranks` ranks is known, once it was looked for: which module or parameters, and
+        why.
+        """
+        if found := self.refusals(ranks):
+            return "; ".join(found)
+        uneven = [p for p in self.graph.parameters if p.shape and all(size % ranks for size in p.shape)]
+        if not uneven:
+            return "no function of its code works on slices of its parameters"
+        shown = f"{uneven[0].name!r} has the shape {list(uneven[0].shape)}"
+        return f"no parameter can be cut into {ranks} slices where it is used ({shown})"
+
+    def priced_calls(self, split: ModelSplit, prices: SplitPrices) -> list[tuple[PricedCall, int]]:
+        """Return every traced call under `split`, and how often its like runs in all blocks of its group.
+
+        Raises ValueError for a split that the search would not find.
+        """
+        found: list[tuple[PricedCall, int]] = []
+        for first, *others in self._regions:
+            calls: list[PricedCall] = []
+            traced, whole = self.trace.calls_of(first, self._repeated), self.trace.whole_at(first, self._repeated)
+            if price_split(traced, prices, split.placements, whole=whole, priced=calls) is None:
+                raise ValueError(f"the placements in block {first!r} are none that the search of splits admits")
+            found += [(call, 1 + len(others)) for call in calls]
+        return found
+
+    @property
+    def captured(self) -> Captured:
+        """All that `local_graph` captured, and why it did not: for another process that goes on with it."""
+        return Captured(self._graphs, self._refusals)
+
+    def take_over(self, captured: Captured) -> None:
+        """Do not capture again what another process has captured."""
+        self._graphs.update(captured.graphs)
+        self._refusals.update(captured.refusals)
 
     @cached_property
     def _repeated(self) -> list[str]:
@@ -141,6 +197,11 @@ class SplitModel:
             if block.name in self._repeated:
                 groups.setdefault(block.group, []).append(block.name)
         return [[""], *groups.values()]
+
+
+def _without_way_out(error: ValueError) -> str:
+    """The message, without the advice to plan nothing."""
+    return str(error).replace(WAY_OUT, "").strip().removesuffix(".")
 
 
 def _is_close(split: ModelSplit, other: ModelSplit) -> bool:

@@ -40,6 +40,23 @@ class BlockSplit:
     activation_bytes: float
 
 
+class PricedCall(NamedTuple):
+    """A call with its tensors at `placements` before it, what it does, and its part of the seconds and of the bytes kept."""
+
+    call: TracedCall
+    placements: tuple[Placement, ...]
+    outcome: Outcome
+    seconds: float
+    activation_bytes: float
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the call computes on slices; its result may be whole."""
+        moved = {move.operand: move.target for move in self.outcome.moves}
+        now = [moved.get(index, place) for index, place in enumerate(self.placements)]
+        return any(isinstance(place, Shard) for place in (*now, *self.outcome.outputs))
+
+
 def search_splits(calls: Sequence[TracedCall], prices: SplitPrices, *, whole: Collection[int] = ()) -> list[BlockSplit]:
     """Return the Pareto set of splits, fastest first; `whole` are numbers of tensors that have to be whole."""
     return _Search(calls, prices, whole).run()
@@ -52,9 +69,10 @@ def price_split(
     *,
     whole: Collection[int] = (),
     collectives: list[Collective] | None = None,
+    priced: list[PricedCall] | None = None,
 ) -> BlockSplit | None:
     """Return what a step of the block takes with its parameters at `placements` (others whole), one call after another; None
-    where that is not admitted. `collectives` gets those of the step.
+    where that is not admitted. `collectives` gets those of the step, `priced` what every call takes of it.
     """
     where: dict[int, Placement] = {}
     made: set[Any] = set()
@@ -72,8 +90,10 @@ def price_split(
         moves = [move for move, key in zip(outcome.moves, new, strict=True) if key is None or key not in made]
         kept = [saved for saved in outcome.saved if saved.memory is None or saved[:2] not in made]
         made |= {*new, *(saved[:2] for saved in kept)}
-        seconds += outcome.seconds + sum(move.seconds for move in moves)
-        activations += sum(saved.bytes for saved in kept)
+        step = outcome.seconds + sum(move.seconds for move in moves), float(sum(saved.bytes for saved in kept))
+        seconds, activations = seconds + step[0], activations + step[1]
+        if priced is not None:
+            priced.append(PricedCall(call, tuple(where[ref.number] for ref in call.inputs), outcome, *step))
         if collectives is not None:
             collectives += [*(each for move in moves for each in move.collectives), *outcome.collectives]
         where |= {ref.number: place for ref, place in zip(call.outputs, outcome.outputs, strict=True)}

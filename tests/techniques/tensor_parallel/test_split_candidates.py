@@ -113,4 +113,7 @@ def test_code_that_cannot_run_on_slices_has_no_graph() -> None:
     model = SplitModel(module, batch, graph, found)
     column = {"inner.first.weight": Shard(0), "inner.first.bias": Shard(0)}
     assert model.local_graph(ModelSplit(column, 0.0, 0.0, 0.0), 2) is None
+    (why,) = model.refusals(2)
+    assert "module 'inner" in why and "works on tensors beside torch's functions" in why
+    assert model.why_whole(2) == why and model.refusals(4) == []
     assert model.local_graph(ModelSplit({"inner.second.weight": Shard(0)}, 0.0, 0.0, 0.0), 2) is not None

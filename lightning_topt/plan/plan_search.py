@@ -29,7 +29,13 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.chains import Chain, Choices, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
-from lightning_topt.plan.tensor_meshes import placed_parameters, tensor_meshes, tensor_sizes, tensor_steps
+from lightning_topt.plan.tensor_meshes import (
+    placed_parameters,
+    saving_no_computation,
+    tensor_meshes,
+    tensor_sizes,
+    tensor_steps,
+)
 from lightning_topt.techniques.plan_batch import PlanBatch
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
@@ -234,7 +240,7 @@ def _spaces_of_own_batches(request: SearchRequest, count: int) -> Iterator[_Spac
         common = request.graph, request.cluster, request.optimizer, mesh, request.global_batch_size / count
         whole = TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
         for step in tensor_steps(replace(whole, num_microbatches=size), request.split, mesh=mesh):
-            yield from _spaces_of(step, (), shards=False)
+            yield from _spaces_of(saving_no_computation(step, whole), (), shards=False)
 
 
 def _spaces_of(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.compute import kernel_key
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
@@ -19,6 +20,7 @@ from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.tensor_meshes import (
     least_seconds,
     placed_parameters,
+    saving_no_computation,
     tensor_meshes,
     tensor_sizes,
     tensor_steps,
@@ -159,3 +161,17 @@ def test_microbatches_take_their_computation_and_share_the_rest(own_batches: Sea
         gradients = sum(p.numel * 4 for p in several.graph.parameters if p.trainable)
         added = second.memory(plan) - first.memory(plan)
         assert added[:-1] == pytest.approx(gradients) and added[-1] == pytest.approx(gradients + several.joined_bytes)
+
+
+def test_kernels_that_were_measured_later_save_no_computation(own_batches: SearchRequest) -> None:
+    assert own_batches.split is not None
+    whole = TrainingStep(own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4)
+    mesh = next(tensor_meshes(NODES, 8, 2))
+    step = next(tensor_steps(replace(whole, num_microbatches=2), own_batches.split, mesh=mesh))
+    assert saving_no_computation(step, whole) is step
+    kernels = (kernel for op in step.graph.ops for kernel in (*op.forward, *op.backward))
+    quick = replace(step, kernel_seconds={kernel_key(kernel): 1e-9 for kernel in kernels})
+    least = sum(times.sum() for times in whole.compute.values())
+    mended = saving_no_computation(quick, whole)
+    assert 2 * sum(times.sum() for times in quick.compute.values()) < least
+    assert 2 * sum(times.sum() for times in mended.compute.values()) == pytest.approx(least)

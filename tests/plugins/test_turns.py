@@ -228,20 +228,23 @@ def resumed(rank: int, folder: Path) -> Any:
     trainers = {
         "topt": lambda **rest: topt_trainer(plan(1), **rest),
         "ddp": lambda **rest: make_trainer("ddp", devices=2, **rest),
+        "search": lambda **rest: topt_trainer(options={"cluster": cluster(2, 1, SLOW)}, **rest),
     }
     found = {}
-    for first, then in (("ddp", "ddp"), ("topt", "ddp"), ("ddp", "topt")):
+    for first, then in (("ddp", "ddp"), ("topt", "ddp"), ("ddp", "topt"), ("ddp", "search")):
         torch.manual_seed(rank)
         own = folder / f"{first}_{then}"
         # Before an evaluation is over: the parameters are whole.
         saving = ModelCheckpoint(own, filename="half", save_on_train_epoch_end=False)
         rest = {"num_sanity_val_steps": 0, "enable_checkpointing": True}
-        half = Rich(dropout=0.0)
+        half = Rich(64, dropout=0.0)
         trainers[first](max_epochs=1, callbacks=[saving], **rest).fit(half, OwnBatches(4), OwnBatches(1))
-        module = Rich(dropout=0.0)
+        module = Rich(64, dropout=0.0)
         trainer = trainers[then](max_epochs=2, **{**rest, "enable_checkpointing": False})
         trainer.fit(module, OwnBatches(4), OwnBatches(1), ckpt_path=own / "half.ckpt")
         found[first, then] = [output[0] for output in module.outputs], dict(module.state_dict())
+        if then == "search":
+            assert trainer.strategy.parallel_plan.num_microbatches == 2
     return found
 
 

@@ -47,6 +47,9 @@ class Rich(GPT):
         self.batch_norm = nn.BatchNorm1d(width)
         self.right = torchmetrics.Accuracy("multiclass", num_classes=32, ignore_index=-100)
         self.seen = torchmetrics.CatMetric()
+        alike = {"num_classes": 32, "ignore_index": -100}  # so they share their states
+        several = (torchmetrics.Precision("multiclass", **alike), torchmetrics.Recall("multiclass", **alike))
+        self.several = torchmetrics.MetricCollection([*several], prefix="of_all_")
         self.outputs: list[Any] = []
         self.evaluated: list[float] = []
 
@@ -66,6 +69,7 @@ class Rich(GPT):
         targets = batch["nested"][0]
         self.right(logits.detach().argmax(-1), targets)
         self.seen.update(batch["tokens"].sum().float())
+        self.several.update(logits.detach().argmax(-1), targets)
         self.log("right", self.right, on_step=True, on_epoch=True)
         self.log_dict({"words": words, "within": within}, on_step=True, on_epoch=True, batch_size=len(targets))
         self.log("mean", words, sync_dist=True, on_step=True, on_epoch=True, batch_size=len(targets))
@@ -87,6 +91,8 @@ class Rich(GPT):
     def on_train_epoch_end(self) -> None:
         self.log("seen", self.seen.compute().sum())
         self.seen.reset()
+        self.log_dict(self.several.compute())
+        self.several.reset()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)

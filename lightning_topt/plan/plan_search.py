@@ -29,7 +29,13 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.chains import Chain, Choices, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
-from lightning_topt.plan.tensor_meshes import placed_parameters, tensor_meshes, tensor_sizes, tensor_steps
+from lightning_topt.plan.tensor_meshes import (
+    placed_parameters,
+    saving_no_computation,
+    tensor_meshes,
+    tensor_sizes,
+    tensor_steps,
+)
 from lightning_topt.techniques.plan_batch import PlanBatch
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
@@ -203,7 +209,8 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
         return
     if request.own_batches:
         for step, _ in _tensor_steps(request, count):
-            yield from _spaces_of(step, (), shards=False)
+            whole = step_on(request, step.mesh)
+            yield from _spaces_of(saving_no_computation(step, whole), (), shards=False)
         return
     if samples % count and not _tensor_sizes(request, count):
         raise ValueError(

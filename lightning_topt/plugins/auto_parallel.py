@@ -53,9 +53,9 @@ class AutoParallelStrategy(DataRanks):
 
     A fit begins as it does under Lightning's ``ddp``, hook by hook. At the first training batch the step is captured
     with that batch, on fake tensors, this cluster is measured (once; see `Measurements`), every combination of ZeRO level
-    and activation checkpointing per block is searched, and the plan that fits the limits best is applied to the module and
-    its optimizers where they are; then the batch is trained on. All plans give the loss curve of ``ddp`` (in float32 up to
-    the order of additions), unless you allow others.
+    and activation checkpointing per block is searched, tensor axes inside nodes where they may be better, and the plan that
+    fits the limits best is applied to the module and its optimizers where they are; then the batch is trained on. All plans
+    give the loss curve of ``ddp`` (in float32 up to the order of additions), unless you allow others.
 
     Where the step depends on values of tensors it is captured on the real batch instead, and everything is put back; what
     cannot be captured at all runs as ``ddp`` does, with a warning that says why, unless you asked for more.
@@ -67,7 +67,8 @@ class AutoParallelStrategy(DataRanks):
             planned.
         plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or the name of a uniform plan:
             ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"tensor"``, each also with ``"+recompute"``. A mapping such as
-            ``{"mesh": {"data": 2, "tensor": 4}}`` searches on that mesh. Ranks along a tensor axis get the same samples.
+            ``{"mesh": {"data": 2, "tensor": 4}}`` searches on that mesh. Ranks along a tensor axis get the same samples, unless
+            the plan has microbatches.
         cluster: a `Cluster`, its YAML file, or a mapping; None measures the one it runs on (about two seconds, the first
             time).
         memory_margin: share by which a prediction must stay below the limit, for what the cost model does not see.

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, random_states, set_random_states
 
 _MESSAGE_BYTES = 250 << 20  # DDP's
+_TOLD = ("log", "print")
 Buffers = dict[tuple[str, str], Tensor]  # by the paths of their modules, and their names
 
 
@@ -57,16 +58,16 @@ class LoggedLater:
     @contextmanager
     def on(self, *, own: bool) -> Generator[None, None, None]:
         """Keep what is logged, where the turn is this rank's own, and drop it where not."""
-        before = [(vars(module).get("log"), module.log) for module in self._modules]
-        for module, (_, log) in zip(self._modules, before, strict=True):
-            vars(module)["log"] = self._keeper(log) if own else _drop
+        before = [{name: vars(module)[name] for name in _TOLD if name in vars(module)} for module in self._modules]
+        for module in self._modules:
+            vars(module).update({"log": self._keeper(module.log)} if own else dict.fromkeys(_TOLD, _drop))
         try:
             yield
         finally:
-            for module, (of_instance, _) in zip(self._modules, before, strict=True):
-                vars(module).pop("log")
-                if of_instance is not None:
-                    vars(module)["log"] = of_instance
+            for module, of_instance in zip(self._modules, before, strict=True):
+                for name in _TOLD:
+                    vars(module).pop(name, None)
+                vars(module).update(of_instance)
 
     def replay(self) -> None:
         """Log what was kept."""

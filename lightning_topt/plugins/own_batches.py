@@ -40,6 +40,8 @@ def why_no_turns(trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None =
         return "training_step fetches its own batches"
     if name := _rank_in(module):
         return f"training_step reads {name}, and another rank would not do the same with its batch"
+    if any(_is_compiled(part) for part in module.modules()):
+        return "the calls of a compiled module are not seen"
     if any(isinstance(metric, Metric) and metric.dist_sync_on_step for metric in module.modules()):
         return "a metric is synchronized in each step"
     if graph is not None and (name := _collective_in(graph)):
@@ -49,6 +51,11 @@ def why_no_turns(trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None =
     except Exception as error:
         return f"its batches cannot be sent ({error})"
     return None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # By name: importing torch._dynamo takes a second.
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
 def _collective_in(graph: OpGraph) -> str | None:

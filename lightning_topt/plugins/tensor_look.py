@@ -18,6 +18,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import (
     TIME_ERROR,
     TIME_ERROR_SECONDS,
+    NoPlanFitsError,
     PlanFrontier,
     PlanPoint,
     fitting_points,
@@ -67,7 +68,13 @@ def search_default(
     def decide() -> dict[str, Any]:
         nonlocal planning
         frontier = _together(found)
-        planning = Planning(frontier, choose_for(request, frontier, costs.cluster), graph)
+        try:
+            chosen = choose_for(request, frontier, costs.cluster)
+        except NoPlanFitsError as error:
+            if reason is None:
+                raise
+            raise NoPlanFitsError(f"{error}. Parameters were not split over tensor axes: {reason}") from error
+        planning = Planning(frontier, chosen, graph)
         return planning.chosen.plan.to_dict()
 
     plan = ParallelPlan.from_dict(on_rank_0(decide))

@@ -338,6 +338,15 @@ BAD = {
         {"global_batch_size": 128, "batch_size": 4},
         "takes 2 on each of 64 ranks, .* set the batch size of the data to 2",
     ),
+    "batches of their own on the ranks of a tensor group": (
+        gpt,
+        replace(
+            preset_plan(PRESETS["ddp"], mesh=Mesh((Axis("data", 2), Axis("tensor", 4))), blocks=BLOCKS),
+            num_microbatches=4,
+        ),
+        {"global_batch_size": 64, "batch_size": 4},
+        "takes 8 on each of 8 ranks, .* set the batch size of the data to 8",
+    ),
     "a number in shards": (
         Scalar,
         plan_of("zero3", 4),

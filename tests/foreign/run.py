@@ -72,7 +72,8 @@ def run_program(program: Program, strategy: Strategy) -> Run:
     plan = getattr(strategy, "parallel_plan", None)
     if plan is not None:
         run.plan, run.planned_by = plan.summary(), getattr(strategy, "planned_by", "")
-        run.is_plain = all(block.config.storage.level == 0 and not block.config.recompute for block in plan.blocks)
+        plain = (block.config.storage.level == 0 and not block.config.recompute for block in plan.blocks)
+        run.is_plain = not plan.mesh.tensor_axes and all(plain)
         run.planning_seconds = strategy.planning_seconds or 0.0  # type: ignore[attr-defined]
     return run
 

@@ -12,7 +12,16 @@ from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Replicate, Shard, Storage
 from lightning_topt.plan.gradient_exchange import describe_exchange, is_lossy
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction, StagePlan, uniform_plan
+from lightning_topt.plan.parallel_plan import (
+    BlockPlan,
+    ParallelPlan,
+    PlanError,
+    Prediction,
+    StagePlan,
+    preset_plan,
+    uniform_plan,
+)
+from lightning_topt.plan.presets import PRESETS
 
 HAND_WRITTEN = """
 version: 1
@@ -248,3 +257,16 @@ def test_an_exchange_that_does_not_suit_a_plan(exchange: ExchangeOptions, stage:
 def test_words_for_an_exchange(exchange: ExchangeOptions, words: str) -> None:
     assert describe_exchange(exchange) == words
     assert is_lossy(exchange) is (exchange.method != "dense")
+
+
+def test_microbatches_are_those_of_a_tensor_group() -> None:
+    mesh = Mesh((Axis("data", 2), Axis("tensor", 4)))
+    plan = preset_plan(PRESETS["ddp"], mesh=mesh)
+    several = replace(plan, num_microbatches=4)
+    assert "num_microbatches" not in plan.to_dict() and ParallelPlan.from_yaml(several.to_yaml()) == several
+    assert several.summary().endswith("4 microbatches") and "microbatch" not in plan.summary()
+    for wrong in (0, 2, 8):
+        with pytest.raises(PlanError, match=f"1, or the ranks along tensor axes, 4; got {wrong}"):
+            replace(plan, num_microbatches=wrong)
+    with pytest.raises(PlanError, match="num_microbatches"):
+        ParallelPlan.from_dict({**plan.to_dict(), "num_microbatches": "4"})

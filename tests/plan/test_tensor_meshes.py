@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.compute import kernel_key
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
@@ -24,6 +25,7 @@ from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_
 from lightning_topt.plan.tensor_meshes import (
     least_seconds,
     placed_parameters,
+    saving_no_computation,
     tensor_meshes,
     tensor_sizes,
     tensor_steps,
@@ -254,3 +256,17 @@ def test_functions_that_are_not_in_the_table_are_told_with_their_shares() -> Non
     assert sum(each.share_of_seconds for each in found) < 1
     lines = whole_sentences(found)
     assert lines[1].startswith("- renorm (1 call, first in inner; not in the table of kinds): ")
+
+
+def test_kernels_that_were_measured_later_save_no_computation(own_batches: SearchRequest) -> None:
+    assert own_batches.split is not None
+    whole = TrainingStep(own_batches.graph, NODES, own_batches.optimizer, data_mesh(8, scope="inter"), 4)
+    mesh = next(tensor_meshes(NODES, 8, 2))
+    step = next(tensor_steps(replace(whole, num_microbatches=2), own_batches.split, mesh=mesh))
+    assert saving_no_computation(step, whole) is step
+    kernels = (kernel for op in step.graph.ops for kernel in (*op.forward, *op.backward))
+    quick = replace(step, kernel_seconds={kernel_key(kernel): 1e-9 for kernel in kernels})
+    least = sum(times.sum() for times in whole.compute.values())
+    mended = saving_no_computation(quick, whole)
+    assert 2 * sum(times.sum() for times in quick.compute.values()) < least
+    assert 2 * sum(times.sum() for times in mended.compute.values()) == pytest.approx(least)

@@ -10,15 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.capture import capture
+from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plugins.member_batches import values_of_members
+from lightning_topt.plugins.member_state import LoggedLater, foreign_turn
 from lightning_topt.plugins.own_batches import WatchedTrace, why_no_turns
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.random_states import random_states
 from tests.launch import run_ranks
 from tests.models import MLP
-from tests.plugins.trainer_ranks import make_trainer
+from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
 
 
 @dataclass
@@ -144,6 +150,11 @@ class Gathering(MLP):
         return super().training_step(batch)
 
 
+def compiled(module: MLP) -> MLP:
+    module.net.compile()
+    return module
+
+
 @pytest.mark.parametrize(
     ("module", "batch", "reason"),
     [
@@ -153,6 +164,7 @@ class Gathering(MLP):
         (Ranked(), None, "reads global_rank"),
         (InStep(), None, "synchronized in each step"),
         (MLP(), [lambda: 0], "cannot be sent"),
+        (compiled(MLP()), None, "compiled module"),
     ],
 )
 def test_fits_whose_ranks_cannot_take_turns(module: L.LightningModule, batch: Any, reason: str | None) -> None:
@@ -170,3 +182,63 @@ def reason_of_collective(rank: int) -> str | None:
 
 def test_collectives_of_a_step_are_named() -> None:
     assert "brings ranks with different batches together" in (run_ranks(reason_of_collective, 2)[0] or "")
+
+
+class Telling(Measuring):
+    """Draws, counts, logs and prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.told_by_rank_0()
+        self.print("a step")
+        self.log("drawn", torch.rand(()))
+        self.log_dict({"batch": float(batch.sum())})
+        return super().training_step(batch)
+
+    @rank_zero_only
+    def told_by_rank_0(self) -> None:
+        self.told.append("rank 0 was here")
+
+
+def test_nothing_is_left_of_the_turn_of_another_member() -> None:
+    module = Telling()
+    logged, calls = LoggedLater(module), list[Any]()
+    vars(module)["log"] = lambda *args, **kwargs: calls.append((args, kwargs))
+    vars(module)["print"] = lambda *args: calls.append((args, {}))
+    module.mean.update(1.0)
+    mine, others = torch.rand(4, 16), torch.rand(4, 16)
+    torch.manual_seed(1)
+    states = random_states()
+    torch.manual_seed(2)
+    expected = torch.rand(2)
+    torch.manual_seed(2)
+    with foreign_turn(module, states), logged.on(own=False):
+        assert torch.equal(torch.get_rng_state(), torch.from_numpy(states[0]))
+        module.training_step(others)
+        assert module.mean._update_count == 2
+    assert not calls and not module.told and module.mean.compute() == 1.0 and module.mean._update_count == 1
+    with logged.on(own=True):
+        module.training_step(mine)
+    assert module.told == ["rank 0 was here"] and calls == [(("a step",), {})]
+    logged.replay()
+    names = [kwargs.get("name", args[0] if args else None) for args, kwargs in calls[1:]]
+    assert names == ["drawn", "batch", "loss"] and calls[1][0][1] == expected[0] and torch.rand(()) == expected[1]
+    logged.replay()
+    assert len(calls) == 4 and module.mean._update_count == 2
+
+
+def too_small(rank: int) -> str:
+    device = Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6)
+    cluster = Cluster("toy", device, 2, 1, Link(1e-5, 1e9), backend="gloo")
+    trainer = topt_trainer(options={"cluster": cluster, "memory_limit": "1KiB"})
+    with pytest.raises(RuntimeError if rank else NoPlanFitsError) as caught:
+        trainer.fit(Counting(), DataLoader(torch.zeros(8, 16), batch_size=4))
+    return str(caught.value)
+
+
+def test_where_no_plan_fits_the_error_says_why_none_splits_parameters() -> None:
+    for sentence in on_ranks(too_small):
+        assert "no plan fits" in sentence and "not split over tensor axes: training_step changes objects" in sentence

@@ -47,6 +47,9 @@ class Rich(GPT):
         self.batch_norm = nn.BatchNorm1d(width)
         self.right = torchmetrics.Accuracy("multiclass", num_classes=32, ignore_index=-100)
         self.seen = torchmetrics.CatMetric()
+        alike = {"num_classes": 32, "ignore_index": -100}  # so they share their states
+        several = (torchmetrics.Precision("multiclass", **alike), torchmetrics.Recall("multiclass", **alike))
+        self.several = torchmetrics.MetricCollection([*several], prefix="of_all_")
         self.outputs: list[Any] = []
         self.evaluated: list[float] = []
 
@@ -66,6 +69,7 @@ class Rich(GPT):
         targets = batch["nested"][0]
         self.right(logits.detach().argmax(-1), targets)
         self.seen.update(batch["tokens"].sum().float())
+        self.several.update(logits.detach().argmax(-1), targets)
         self.log("right", self.right, on_step=True, on_epoch=True)
         self.log_dict({"words": words, "within": within}, on_step=True, on_epoch=True, batch_size=len(targets))
         self.log("mean", words, sync_dist=True, on_step=True, on_epoch=True, batch_size=len(targets))
@@ -87,6 +91,8 @@ class Rich(GPT):
     def on_train_epoch_end(self) -> None:
         self.log("seen", self.seen.compute().sum())
         self.seen.reset()
+        self.log_dict(self.several.compute())
+        self.several.reset()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
@@ -228,20 +234,23 @@ def resumed(rank: int, folder: Path) -> Any:
     trainers = {
         "topt": lambda **rest: topt_trainer(plan(1), **rest),
         "ddp": lambda **rest: make_trainer("ddp", devices=2, **rest),
+        "search": lambda **rest: topt_trainer(options={"cluster": cluster(2, 1, SLOW)}, **rest),
     }
     found = {}
-    for first, then in (("ddp", "ddp"), ("topt", "ddp"), ("ddp", "topt")):
+    for first, then in (("ddp", "ddp"), ("topt", "ddp"), ("ddp", "topt"), ("ddp", "search")):
         torch.manual_seed(rank)
         own = folder / f"{first}_{then}"
         # Before an evaluation is over: the parameters are whole.
         saving = ModelCheckpoint(own, filename="half", save_on_train_epoch_end=False)
         rest = {"num_sanity_val_steps": 0, "enable_checkpointing": True}
-        half = Rich(dropout=0.0)
+        half = Rich(64, dropout=0.0)
         trainers[first](max_epochs=1, callbacks=[saving], **rest).fit(half, OwnBatches(4), OwnBatches(1))
-        module = Rich(dropout=0.0)
+        module = Rich(64, dropout=0.0)
         trainer = trainers[then](max_epochs=2, **{**rest, "enable_checkpointing": False})
         trainer.fit(module, OwnBatches(4), OwnBatches(1), ckpt_path=own / "half.ckpt")
         found[first, then] = [output[0] for output in module.outputs], dict(module.state_dict())
+        if then == "search":
+            assert trainer.strategy.parallel_plan.num_microbatches == 2
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class TrainingStep:
             pays `Device.page_fault_seconds_per_byte` for what it takes anew.
         split: where parameters are along the tensor axes of `mesh`, by block and name in the block; `graph` is then the step
             of a rank that holds slices of them.
+        computes: other entries of the configurations of blocks along these axes (`OpConfig`), by block.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample or of a size that the
     graph says nothing about, and an exchange that these ranks cannot have.
@@ -57,6 +59,7 @@ class TrainingStep:
     exchange: ExchangeOptions | None = None
     returns_memory: bool = False
     split: Mapping[str, tuple[tuple[str, Placements], ...]] = field(default_factory=dict)
+    computes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)

@@ -29,7 +29,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.chains import Chain, Choices, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
-from lightning_topt.plan.tensor_meshes import placed_parameters, tensor_meshes, tensor_sizes, tensor_steps
+from lightning_topt.plan.tensor_meshes import placed_tensors, tensor_meshes, tensor_sizes, tensor_steps
 from lightning_topt.techniques.plan_batch import PlanBatch
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
@@ -53,6 +53,7 @@ class SearchRequest:
             `error_bound`.
         split: the same step as one whose parameters can be split over tensor axes; None: no mesh has one.
         mesh: the only mesh to look at, of as many ranks as each of `device_counts`; None: all.
+        layout: of the tensor axes of `mesh` (`split_layouts.LAYOUTS`).
     """
 
     graph: OpGraph
@@ -68,6 +69,7 @@ class SearchRequest:
     max_seconds: float = 10.0
     split: SplitModel | None = None
     mesh: Mesh | None = None
+    layout: str = "tensor"
 
 
 def search_plans(request: SearchRequest) -> PlanFrontier:
@@ -107,9 +109,9 @@ def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
 def points_of(batch: PlanBatch) -> list[PlanPoint]:
     """Return the plans of `batch` with what they are predicted to cost."""
     step = batch.costs.step
-    placed = placed_parameters(step)
+    placed = placed_tensors(step)
     blocks = [
-        [BlockPlan(name, replace(c, parameters=placed[name]) if name in placed else c) for c in legal]
+        [BlockPlan(name, replace(c, **placed[name]) if name in placed else c) for c in legal]
         for name, legal in batch.configs.items()
     ]
     found = []
@@ -215,7 +217,7 @@ def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[_Space]:
         yield from _spaces_of(step, (), shards=request.shards)
         return
     assert request.split is not None, "a mesh with a tensor axis needs a model that can be split"
-    for split in tensor_steps(step, request.split, mesh=mesh):
+    for split in tensor_steps(step, request.split, mesh=mesh, layout=request.layout):
         yield from _spaces_of(split, (), shards=request.shards)
 
 

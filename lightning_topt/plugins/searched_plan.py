@@ -23,6 +23,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.memory_meter import release_free_memory
 from lightning_topt.graph.capture import capture, may_need_values
 from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
@@ -88,14 +89,16 @@ def search_all(
 ) -> tuple[ParallelPlan, Planning | None]:
     """Return the best plan, on `given`'s `mesh` only if there is one, and on rank 0 what was searched. A collective call."""
 
+    layout = given.preset or "tensor" if given is not None else "tensor"
+
     def local_graphs(profile: OptimizerProfile, cluster: Cluster) -> list[OpGraph]:
         if split is None or mesh is None or not mesh.tensor_axes:
             return []
         step = TrainingStep(graph, cluster, profile, mesh, graph.batch_size)
-        return [local.graph for local in tensor_steps(step, split, mesh=mesh)]
+        return [local.graph for local in tensor_steps(step, split, mesh=mesh, layout=layout)]
 
     profile, cluster, kernel_seconds = _costs(request, trainer, graph, local_graphs)
-    preset, ranks = given is not None and given.preset, dist.get_world_size()
+    preset, ranks = given is not None and bool(given.preset), dist.get_world_size()
     planning: Planning | None = None
 
     def search() -> dict[str, Any]:
@@ -114,6 +117,7 @@ def search_all(
                 max_seconds=_SEARCH_SECONDS,
                 split=split,
                 mesh=mesh,
+                layout=layout,
             )
         )
         if not frontier.candidates:
@@ -121,7 +125,10 @@ def search_all(
                 "nothing of this model can be split over these ranks: its layers do not divide, or its code cannot run on "
                 "slices; choose another number of ranks or another plan"
             )
-        chosen = _preset_of(given, frontier) if given is not None and preset else choose_for(request, frontier, cluster)
+        if given is not None and preset:
+            chosen = _with_what_is_left(_preset_of(given, frontier), graph)
+        else:
+            chosen = choose_for(request, frontier, cluster)
         planning = Planning(frontier, chosen, graph)
         return planning.chosen.plan.to_dict()
 
@@ -155,6 +162,25 @@ def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
     again = [(sum(block.config.recompute for block in point.plan.blocks), point) for point in frontier.uniform]
     wanted = max(count for count, _ in again) if given.recompute else 0
     return min((point for count, point in again if count == wanted), key=lambda point: point.peak_bytes)
+
+
+def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
+    """Name the matrices that are cut along fewer tensor axes than there are."""
+    plan, axes = point.plan, point.plan.mesh.tensor_axes
+    if len(axes) < 2:
+        return point
+    placed = {f"{b.block}.{name}".lstrip("."): along for b in plan.blocks for name, along in b.config.parameters}
+    matrices = [parameter.name for parameter in graph.parameters if len(parameter.shape) > 1]
+    left = [
+        name
+        for name in matrices
+        if name not in placed or not all(isinstance(placed[name][axis], Shard) for axis in axes)
+    ]
+    if not left:
+        return point
+    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    reason = f"Whole along an axis, since its size does not divide or nothing says how to cut it: {', '.join(left[:3])}{more}."
+    return dataclasses.replace(point, plan=dataclasses.replace(plan, reason=reason))
 
 
 def _costs(

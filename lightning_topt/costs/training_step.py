@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +49,7 @@ class TrainingStep:
         num_microbatches: batches of `batch_size` samples that run one after the other, forward and backward, in a step; their
             gradients are exchanged once. Each comes from another rank of a tensor group, which broadcasts it.
         joined_bytes: bytes of parameters that a rank does not hold, but needs for an evaluation.
+        computes: other entries of the configurations of blocks along these axes (`OpConfig`), by block.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample or of a size that the
     graph says nothing about, and an exchange that these ranks cannot have.
@@ -64,6 +66,7 @@ class TrainingStep:
     split: Mapping[str, tuple[tuple[str, Placements], ...]] = field(default_factory=dict)
     num_microbatches: int = 1
     joined_bytes: float = 0.0
+    computes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)

@@ -30,7 +30,7 @@ from lightning_topt.plan.chains import Chain, Choices, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
 from lightning_topt.plan.tensor_meshes import (
-    placed_parameters,
+    placed_tensors,
     saving_no_computation,
     tensor_meshes,
     tensor_sizes,
@@ -61,6 +61,7 @@ class SearchRequest:
         mesh: the only mesh to look at, of as many ranks as each of `device_counts`; None: all.
         own_batches: look at meshes with a tensor axis only, whose ranks bring a batch each, as data ranks do: the ranks of a
             tensor group run these as microbatches.
+        layout: of the tensor axes of `mesh` (`split_layouts.LAYOUTS`).
     """
 
     graph: OpGraph
@@ -77,6 +78,7 @@ class SearchRequest:
     split: SplitModel | None = None
     mesh: Mesh | None = None
     own_batches: bool = False
+    layout: str = "tensor"
 
 
 def search_plans(request: SearchRequest) -> PlanFrontier:
@@ -119,9 +121,9 @@ def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
 def points_of(batch: PlanBatch) -> list[PlanPoint]:
     """Return the plans of `batch` with what they are predicted to cost."""
     step = batch.costs.step
-    placed = placed_parameters(step)
+    placed = placed_tensors(step)
     blocks = [
-        [BlockPlan(name, replace(c, parameters=placed[name]) if name in placed else c) for c in legal]
+        [BlockPlan(name, replace(c, **placed[name]) if name in placed else c) for c in legal]
         for name, legal in batch.configs.items()
     ]
     found = []
@@ -241,7 +243,7 @@ def _tensor_steps(request: SearchRequest, count: int) -> Iterator[tuple[Training
     else:
         of_tensor = [[*tensor_meshes(request.cluster, count, size)] for size in _tensor_sizes(request, count)]
     for first, *others in of_tensor:
-        for step in tensor_steps(step_on(request, first), request.split, mesh=first):
+        for step in tensor_steps(step_on(request, first), request.split, mesh=first, layout=request.layout):
             yield step, others
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placements, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.techniques.tensor_parallel.split_candidates import ModelSplit, SplitModel
+from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 
 
@@ -34,11 +37,17 @@ def tensor_meshes(cluster: Cluster, count: int, size: int) -> Iterator[Mesh]:
             yield Mesh((Axis("data_replicate", data // shard, whole), Axis("data_shard", shard, inside), tensor))
 
 
-def tensor_steps(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> Iterator[TrainingStep]:
+def tensor_steps(
+    whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str = "tensor"
+) -> Iterator[TrainingStep]:
     """Yield the steps of one rank on `mesh`, which has one tensor axis; `whole` is that of a data rank with nothing split.
 
-    Raises ValueError for several tensor axes.
+    In another `layout` than "tensor" there is one, along all tensor axes. Raises ValueError for several axes of "tensor", and
+    where the model cannot run in the other layout.
     """
+    if layout != "tensor":
+        yield layout_step(whole, split, mesh=mesh, layout=layout)[0]
+        return
     if len(mesh.tensor_axes) > 1:
         raise ValueError("the search splits along one tensor axis; give a plan that places parameters along several")
     prices = prices_on(whole, split, mesh=mesh)
@@ -49,8 +58,10 @@ def tensor_steps(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> Itera
 
 
 def prices_on(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> SplitPrices:
-    """Return the prices of traced calls along the one tensor axis of `mesh`; `whole` as in `tensor_steps`."""
-    (axis,) = mesh.tensor_axes
+    """Return the prices of traced calls along the tensor axis of `mesh`, that of columns among several; `whole` as in
+    `tensor_steps`.
+    """
+    axis = mesh.tensor_axes[-2:][0]
     group = Group(mesh.shape[axis], mesh.stride([axis]))
     return SplitPrices(whole.cluster, whole.optimizer, group, whole.batch_size / split.samples)
 
@@ -106,17 +117,64 @@ def least_seconds(whole: TrainingStep, size: int) -> float:
     return compute + update + collectives + step.sent_seconds
 
 
-def placed_parameters(step: TrainingStep) -> dict[str, tuple[tuple[str, Placements], ...]]:
-    """Return where a plan has the parameters of each block that `step` splits, along all axes of its mesh."""
+def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str) -> tuple[TrainingStep, SplitLayout]:
+    """Return the step of one rank on `mesh` in a layout (`LAYOUTS`) along its tensor axes, and that layout; `whole` as in
+    `tensor_steps`.
+
+    Raises ValueError where the model cannot run so.
+    """
+    along = tuple(mesh.axes[axis] for axis in mesh.tensor_axes)
+    found = split.layout(layout, prices_on(whole, split, mesh=mesh), along)
+    local = split.local_graph_of(found, along)
+    if local is None:
+        why = "; ".join(split.refusals(mesh.ranks_along(mesh.tensor_axes)))
+        raise ValueError(
+            f"the code of this model does not run on slices in the layout {layout!r}: {why}. Choose plan='tensor'"
+        )
+    blocks = [block.name for block in whole.graph.blocks]
+    placed: dict[str, list[tuple[str, Placements]]] = {block: [] for block in blocks}
+    for name, placements in found.placements.items():
+        block = block_of(name, blocks)
+        placed[block].append((name.removeprefix(f"{block}."), placements))
+    computes = {
+        block: {
+            "inputs": rule.inputs,
+            "outputs": rule.outputs,
+            "sums": rule.sums,
+            "gathers": tuple(axis.name for axis, gathers in zip(along, rule.gathers, strict=False) if gathers),
+        }
+        for block, rule in found.rules.items()
+        if block in placed
+    }
+    step = replace(
+        whole,
+        graph=local,
+        mesh=mesh,
+        optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
+        exchange=None,
+        split={block: tuple(each) for block, each in placed.items()},
+        computes=computes,
+    )
+    return step, found
+
+
+def placed_tensors(step: TrainingStep) -> dict[str, dict[str, Any]]:
+    """Return the entries of the configuration of each block that `step` splits, along all axes of its mesh."""
     axes, count = step.mesh.tensor_axes, len(step.mesh.axes)
 
     def placed(along: Placements) -> Placements:
         of_axis = dict(zip(axes, along, strict=True))
-        return tuple(of_axis.get(axis, Replicate()) for axis in range(count))
+        return tuple(of_axis.get(axis, Replicate()) for axis in range(count)) if along else ()
 
-    return {
-        block: tuple((name, placed(along)) for name, along in split) for block, split in step.split.items() if split
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for block, split in step.split.items():
+        if split:
+            found[block] = {"parameters": tuple((name, placed(along)) for name, along in split)}
+    for block, entries in step.computes.items():
+        of_block = found.setdefault(block, {})
+        of_block |= {name: tuple(map(placed, entries[name])) for name in ("inputs", "outputs")}
+        of_block |= {"sums": placed(entries["sums"]), "gathers": entries["gathers"]}
+    return found
 
 
 def _whole_bytes(graph: OpGraph) -> float:

@@ -17,6 +17,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
 from lightning_topt.plan.presets import PRESETS, Preset
+from lightning_topt.techniques.tensor_parallel.split_layouts import LAYOUTS, layout_axes
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ class UniformPlan:
 @dataclass(frozen=True)
 class MeshPlan:
     """The best plan on a given mesh; or, with `preset`, the one that splits most and stores everything as
-    ``ddp`` does.
+    ``ddp`` does, in the layout of that name (`LAYOUTS`).
 
-    `sizes` has the axes by name, outermost first; None: one tensor axis over all ranks.
+    `sizes` has the axes by name, outermost first; None: the tensor axes of the layout over all ranks.
     """
 
     sizes: tuple[tuple[str, int], ...] | None = None
-    preset: bool = False
+    preset: str = ""
     recompute: bool = False
 
     @property
@@ -72,7 +73,7 @@ class MeshPlan:
 
     def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
         """Return the mesh. Raises PlanError where it is not one of `world_size` ranks."""
-        sizes = (("tensor", world_size),) if self.sizes is None else self.sizes
+        sizes = self.sizes or tuple((axis.name, axis.size) for axis in self._axes(world_size))
         mesh = Mesh(tuple(Axis(name, size) for name, size in sizes))
         if mesh.size != world_size:
             axes = " x ".join(f"{name} {size}" for name, size in sizes)
@@ -83,6 +84,12 @@ class MeshPlan:
         spans = (mesh.stride([axis]) * mesh.shape[axis] for axis in range(len(sizes)))
         scopes = ("intra" if span <= per_node and per_node % span == 0 else "inter" for span in spans)
         return Mesh(tuple(replace(axis, scope=scope) for axis, scope in zip(mesh.axes, scopes, strict=True)))
+
+    def _axes(self, world_size: int) -> tuple[Axis, ...]:
+        try:
+            return layout_axes(self.preset, world_size)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
 
 
 GivenPlan = ParallelPlan | UniformPlan | MeshPlan
@@ -113,11 +120,11 @@ def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None)
     name, _, suffix = str(plan).partition("+")
     if name in PRESETS and suffix in ("", "recompute"):
         return UniformPlan(PRESETS[name], suffix == "recompute")
-    if name == "tensor" and suffix in ("", "recompute"):
-        return MeshPlan(preset=True, recompute=suffix == "recompute")
+    if name in LAYOUTS and suffix in ("", "recompute"):
+        return MeshPlan(preset=name, recompute=suffix == "recompute")
     if not os.path.lexists(plan):
         raise PlanError(
-            f"plan={shown(str(plan))} is neither a file nor one of {sorted([*PRESETS, 'tensor'])} (or with '+recompute')"
+            f"plan={shown(str(plan))} is neither a file nor one of {sorted([*PRESETS, *LAYOUTS])} (or with '+recompute')"
         )
     return ParallelPlan.load(plan)
 

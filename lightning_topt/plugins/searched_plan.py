@@ -24,6 +24,7 @@ from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.execution.memory_meter import release_free_memory
 from lightning_topt.graph.capture import capture, may_need_values
+from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
@@ -166,6 +167,7 @@ def search_mesh(
         returns_memory=request.saves_memory or given.recompute,
         split=split,
         mesh=mesh,
+        layout=given.preset or "tensor",
     )
     kernels = {**costs.kernel_seconds, **costs.measured(on_rank_0(lambda: local_graphs(wanted)))}
     planning: Planning | None = None
@@ -173,7 +175,10 @@ def search_mesh(
     def search() -> dict[str, Any]:
         nonlocal planning
         frontier = search_plans(dataclasses.replace(wanted, kernel_seconds=kernels))
-        chosen = _preset_of(given, frontier) if given.preset else choose_for(request, frontier, costs.cluster)
+        if given.preset:
+            chosen = _with_what_is_left(_preset_of(given, frontier), graph)
+        else:
+            chosen = choose_for(request, frontier, costs.cluster)
         planning = Planning(frontier, chosen, graph)
         return planning.chosen.plan.to_dict()
 
@@ -187,6 +192,25 @@ def _preset_of(given: MeshPlan, frontier: PlanFrontier) -> PlanPoint:
     again = [(sum(block.config.recompute for block in point.plan.blocks), point) for point in frontier.uniform]
     wanted = max(count for count, _ in again) if given.recompute else 0
     return min((point for count, point in again if count == wanted), key=lambda point: point.peak_bytes)
+
+
+def _with_what_is_left(point: PlanPoint, graph: OpGraph) -> PlanPoint:
+    """Name the matrices that are cut along fewer tensor axes than there are."""
+    plan, axes = point.plan, point.plan.mesh.tensor_axes
+    if len(axes) < 2:
+        return point
+    placed = {f"{b.block}.{name}".lstrip("."): along for b in plan.blocks for name, along in b.config.parameters}
+    matrices = [parameter.name for parameter in graph.parameters if len(parameter.shape) > 1]
+    left = [
+        name
+        for name in matrices
+        if name not in placed or not all(isinstance(placed[name][axis], Shard) for axis in axes)
+    ]
+    if not left:
+        return point
+    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    reason = f"Whole along an axis, since its size does not divide or nothing says how to cut it: {', '.join(left[:3])}{more}."
+    return dataclasses.replace(point, plan=dataclasses.replace(plan, reason=reason))
 
 
 def _progress(line: str) -> None:

@@ -24,7 +24,7 @@ from lightning_topt.plan.plan_explanation import explain_plan
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.tensor_meshes import (
     least_seconds,
-    placed_parameters,
+    placed_tensors,
     saving_no_computation,
     tensor_meshes,
     tensor_sizes,
@@ -94,9 +94,9 @@ def test_a_plan_places_parameters_along_all_axes(request_of_gpt: SearchRequest) 
     whole = TrainingStep(request.graph, NODES, request.optimizer, data_mesh(8, scope="inter"), 2)
     step = next(tensor_steps(whole, request.split, mesh=next(tensor_meshes(NODES, 8, 2))))
     *_, hybrid = tensor_meshes(NODES, 8, 2)
-    placed = placed_parameters(replace(step, mesh=hybrid))
+    placed = placed_tensors(replace(step, mesh=hybrid))
     assert dict(placed["blocks.1"])["project.weight"] == (Replicate(), Replicate(), Shard(1))
-    assert placed_parameters(whole) == {}
+    assert placed_tensors(whole) == {}
 
 
 def test_a_batch_that_no_data_axis_divides_needs_a_tensor_axis(request_of_gpt: SearchRequest) -> None:

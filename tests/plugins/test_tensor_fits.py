@@ -139,7 +139,15 @@ def found(rank: int, given: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks"), [("tensor+recompute", 2), ({"mesh": {"data": 2, "tensor": 2}}, 4), ({"mesh": {"data": 2}}, 2)]
+    ("given", "ranks"),
+    [
+        ("tensor+recompute", 2),
+        ("tensor_sequence", 2),
+        ("context+recompute", 2),
+        ("tensor_2d+recompute", 4),
+        ({"mesh": {"data": 2, "tensor": 2}}, 4),
+        ({"mesh": {"data": 2}}, 2),
+    ],
 )
 def test_splits_are_found_where_only_the_mesh_is_given(given: Any, ranks: int, tmp_path: Path) -> None:
     losses = one_process(tmp_path)[0]
@@ -149,6 +157,9 @@ def test_splits_are_found_where_only_the_mesh_is_given(given: Any, ranks: int, t
         if given == "tensor+recompute":  # the preset splits all that it can
             split = blocks["blocks.1"]["computes"]["parameters"]
             assert "shard(0)" in str(split["up.weight"]) and "shard(1)" in str(split["down.weight"])
+        if str(given).startswith("tensor_2d"):
+            border = {"tensor_rows": "shard(0)", "tensor_columns": "shard(2)"}
+            assert blocks["blocks.1"]["computes"]["outputs"] == [border]
         assert blocks["blocks.0"]["recompute"] == ("recompute" in str(given))
 
 
@@ -168,3 +179,15 @@ def test_meshes_that_cannot_be_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             AutoParallelStrategy(plan={"mesh": mesh})
+
+
+def no_square(rank: int) -> str:
+    with pytest.raises(PlanError) as caught:
+        topt_trainer("tensor_2d").fit(Counted(), loader(4))
+    return str(caught.value)
+
+
+def test_numbers_of_ranks_that_make_no_mesh_are_named() -> None:
+    assert all(
+        "product of 2 numbers above 1, and 2 is not: start 4, 6, 8 ranks" in text for text in on_ranks(no_square)
+    )

@@ -9,6 +9,7 @@ from lightning_topt.techniques.tensor_parallel import (  # noqa: F401  # they en
     kinds_index,
     kinds_joins,
     kinds_losses,
+    kinds_norms,
     kinds_products,
     kinds_random,
     kinds_recurrent,

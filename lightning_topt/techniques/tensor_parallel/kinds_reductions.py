@@ -1,4 +1,4 @@
-"""Functions that read along some dims: sums, softmax, norms. The other dims may be split; a sum may be left in summands."""
+"""Functions that read along some dims: sums, softmax, group norm. The others may be split; a sum may be left in summands."""
 
 from __future__ import annotations
 
@@ -109,15 +109,6 @@ def _gated_rows(call: Call, ranks: int) -> Iterator[Row]:
                 yield call.row({x: Shard(dim, parts)}, Shard(dim, parts // 2))
 
 
-def _norm_rows(call: Call, ranks: int) -> Iterator[Row]:
-    """Layer norm and RMS norm: the normalized dims are whole."""
-    x, shape = call.operands[0], call.get(1, "normalized_shape")
-    for dim, size in enumerate(x.shape[: len(x.shape) - len(shape)]):
-        for parts in call.parts:
-            if divides(size, ranks, parts):
-                yield call.row({x: Shard(dim, parts)}, Shard(dim, parts))
-
-
 def _group_norm_rows(call: Call, ranks: int) -> Iterator[Row]:
     x, count = call.operands[0], call.get(1, "num_groups")
     if divides(x.shape[0], ranks):
@@ -138,7 +129,6 @@ MEAN = Kind("mean", _sum_rows, _run_mean)
 KEPT = Kind("reduction", _kept_rows)
 ALONG = Kind("softmax", _along_rows)
 EXTREMUM = Kind("extremum", _extremum_rows)
-NORM = Kind("norm", _norm_rows)
 GROUP_NORM = Kind("group norm", _group_norm_rows, _run_group_norm)
 register(SUM, named("sum", torch, Tensor))
 register(MEAN, named("mean", torch, Tensor))
@@ -149,5 +139,4 @@ register(ALONG, named("cumsum cumprod cumsum_ cumprod_ cummax cummin logcumsumex
 register(EXTREMUM, named("max min median nanmedian mode", torch, Tensor))
 register(Kind("similarity", _similarity_rows), (torch.cosine_similarity,))
 register(Kind("gated", _gated_rows), (F.glu, torch._C._nn.glu))
-register(NORM, (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm))
 register(GROUP_NORM, (F.group_norm,))

@@ -1,4 +1,4 @@
-"""What was gathered for a call is saved for backward as the slice that it was gathered from, and gathered again there.
+"""Operands that were gathered are saved for backward as the slices they were gathered from, and gathered again there.
 
 Korthikanti et al., arXiv 2205.05198, section 4.2.2: so activations cost a slice on each rank. What several calls share is
 gathered once more for all of them: it is kept until the backward of the gather itself.

@@ -8,6 +8,7 @@ leaves a repeated block is whole.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ from lightning_topt.graph.op_config import Placement, Placements, Replicate
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_capture import capture_split
+from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, make_layout
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import (
     BlockSplit,
@@ -123,11 +125,16 @@ class SplitModel:
 
     def local_graph(self, split: ModelSplit, ranks: int) -> OpGraph | None:
         """Return the graph of one of `ranks` ranks, captured once; None where the split step cannot be captured."""
-        key = ranks, frozenset(split.placements.items())
+        placements = {name: (placement,) for name, placement in split.placements.items()}
+        return self.local_graph_of(SplitLayout(placements, {}), (Axis("tensor", ranks),))
+
+    def local_graph_of(self, layout: SplitLayout, along: Sequence[Axis]) -> OpGraph | None:
+        """Return the graph of a rank of the tensor axes `along`, captured once; None where the step cannot be captured."""
+        key = tuple(along), frozenset(layout.placements.items()), frozenset(layout.rules.items())
         if key not in self._graphs:
-            axes = TensorAxes.of_mesh(Mesh((Axis("tensor", ranks),)), rank=0)
-            names = (name for name, _ in self.module.named_parameters())
-            placements = {name: (split.placements.get(name, Replicate()),) for name in names}
+            axes = TensorAxes.of_mesh(Mesh(tuple(along)), rank=0)
+            names, whole = (name for name, _ in self.module.named_parameters()), (Replicate(),) * len(axes)
+            placements = {name: layout.placements.get(name, whole) for name in names}
             try:
                 self._graphs[key] = capture_split(
                     self.module,
@@ -136,6 +143,7 @@ class SplitModel:
                     trace=self.trace,
                     placements=placements,
                     axes=axes,
+                    rules=layout.rules,
                     second_batch=self.second_batch,
                     forward_context=self.forward_context,
                     device=self.device,
@@ -145,8 +153,12 @@ class SplitModel:
         return self._graphs[key]
 
     def refusals(self, ranks: int) -> list[str]:
-        """Return why `local_graph` captured no step of one of `ranks` ranks, a clause for each split that was left out."""
-        return [*dict.fromkeys(why for (of, _), why in self._refusals.items() if of == ranks)]
+        """Return why no step of one of `ranks` ranks was captured, a clause for each split that was left out."""
+        return [
+            *dict.fromkeys(
+                why for (of, *_), why in self._refusals.items() if math.prod(axis.size for axis in of) == ranks
+            )
+        ]
 
     def why_whole(self, ranks: int) -> str:
         """Return why no step on slices over `ranks` ranks is known, once it was looked for: which module or parameters, and
@@ -183,6 +195,22 @@ class SplitModel:
         """Do not capture again what another process has captured."""
         self._graphs.update(captured.graphs)
         self._refusals.update(captured.refusals)
+
+    def layout(self, name: str, prices: SplitPrices, along: Sequence[Axis]) -> SplitLayout:
+        """Return the layout of this `name` (`LAYOUTS`): that with the least state, `prices` being those of the axis of columns.
+
+        Raises ValueError as `make_layout`.
+        """
+        found = min(self.splits(prices), key=lambda split: (split.state_bytes, split.seconds))
+        blocks = [block.name for block in self.graph.blocks]
+        made = make_layout(name, self.trace, found.placements, axes=along, blocks=blocks, repeated=self._repeated)
+        placements = dict(made.placements)
+        for model, *others in self._regions[1:]:
+            of_model = [each for each in placements.items() if each[0].startswith(f"{model}.")]
+            placements |= {
+                f"{block}{name.removeprefix(model)}": placed for block in others for name, placed in of_model
+            }
+        return SplitLayout(placements, made.rules, made.left)
 
     @cached_property
     def _repeated(self) -> list[str]:

@@ -283,7 +283,7 @@ class SplitMode(PythonFunctionMode):
         return tensor if layout is None else with_layout(tensor, layout)
 
     def _rest(self, kind: Kind | None, tensor: Tensor, now: list[Placement], axis: int) -> Placement:
-        """Where a sum along `axis` is left."""
+        """Return where a sum along `axis` is left."""
         if not self.rule.sums or kind is None or not kind.sums_rest:
             return REPLICATE
         key = self.rule.sums, self._rows, tensor.shape, *now, axis

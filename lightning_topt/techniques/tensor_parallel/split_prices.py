@@ -24,6 +24,7 @@ from lightning_topt.graph.op_config import Partial, Placement, Shard
 from lightning_topt.techniques.tensor_parallel.decisions import Decision, Known, decide
 from lightning_topt.techniques.tensor_parallel.function_trace import Ref, TracedCall
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
+from lightning_topt.techniques.tensor_parallel.kinds_norms import NORM
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
 from lightning_topt.techniques.tensor_parallel.signatures import call_of
 
@@ -101,7 +102,8 @@ class SplitPrices:
             return None
         inputs = [along[0] for along in decision.inputs]
         for ref, before, after in zip(call.inputs, placements, inputs, strict=True):
-            if ref.parameter is not None and before != after:
+            takes_slice = kind is NORM and before == REPLICATE
+            if ref.parameter is not None and before != after and not takes_slice:
                 return None
         outputs, summed = self._outputs(call, decision)
         inside, extra = INSIDE.get(kind.name if kind else "", _nothing)(call, inputs)
@@ -220,6 +222,16 @@ def _loss(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
     return [("all_reduce", float(logits.shape[0] * logits.dtype.itemsize))] * 3, 0.0
 
 
+def _norm(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
+    """Split by features: sums of one or two numbers per row."""
+    x, is_centered = call.inputs[0], call.func.__name__ == "layer_norm"
+    if not isinstance(inputs[0], Shard) or inputs[0].dim != len(x.shape) - 1:
+        return [], 0.0
+    size = float(math.prod(x.shape[:-1]) * max(x.dtype.itemsize, 4))
+    forward, backward = [size] * (1 + is_centered), [size * (1 + is_centered)] if call.with_grad else []
+    return [("all_reduce", each) for each in (*forward, *backward)], 0.0
+
+
 def _dropout(call: TracedCall, inputs: Sequence[Placement]) -> Inside:
     """Ranks draw the numbers of the whole tensor: they are made, dropped, and a slice is copied."""
     p, training = _given(call, 1, "p", 0.5), _given(call, 2, "training", True)
@@ -242,6 +254,7 @@ def _given(call: TracedCall, position: int, name: str, default: Any) -> Any:
 # What kinds that run in their own way add where they are split, by the name of the kind: collectives, bytes of traffic.
 INSIDE: dict[str, Callable[[TracedCall, Sequence[Placement]], Inside]] = {
     "cross entropy": _loss,
+    "norm": _norm,
     "dropout": _dropout,
     "attention": _attention,
 }

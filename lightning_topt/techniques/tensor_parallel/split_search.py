@@ -20,6 +20,7 @@ from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel.decisions import Known
 from lightning_topt.techniques.tensor_parallel.function_trace import Ref, TracedCall
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
+from lightning_topt.techniques.tensor_parallel.kinds_norms import NORM
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
 from lightning_topt.techniques.tensor_parallel.signatures import call_of
 from lightning_topt.techniques.tensor_parallel.split_prices import Collective, Outcome, SplitPrices
@@ -230,7 +231,7 @@ class _Search:
     def _new_candidates(self, call: TracedCall, parameters: Mapping[int, Ref]) -> Iterable[tuple[Placement, ...]]:
         found: dict[tuple[Placement, ...], None] = {(REPLICATE,) * len(parameters): None}
         kind = KINDS.get(call.func)
-        if kind is None:
+        if kind is None or kind is NORM:  # a few numbers
             return found
         known = [Known(Layout(ref.shape, (REPLICATE,)), False, False, ref.is_mask) for ref in call.inputs]
         made = replace(call_of(call.func, call.args, call.kwargs, known, of=Ref), parts=(1, *sorted(self._parts)))

@@ -74,3 +74,72 @@ def test_steps_are_split() -> None:
     results = run_ranks(all_of, 4, cases)
     for name in cases:
         check([found[name] for found in results])
+
+
+# ---- two and three axes ---------------------------------------------------------------------------------------------
+
+FIRST, SECOND = ("qkv", "up", "head"), ("project", "down")
+
+
+def of_two(first: str, second: str) -> dict[str, Placed]:
+    """Weights by outputs along the first axis and by inputs along the second one, and then the other way round."""
+    return {
+        "qkv.weight": (Shard(0, parts=3), Shard(1)),
+        "qkv.bias": (Shard(0, parts=3), WHOLE),
+        "up.weight": (Shard(0), Shard(1)),
+        "up.bias": (Shard(0), WHOLE),
+        "project.weight": (Shard(1), Shard(0)),
+        "project.bias": (WHOLE, Shard(0)),
+        "down.weight": (Shard(1), Shard(0)),
+        "down.bias": (WHOLE, Shard(0)),
+        "norm1.weight": (WHOLE, Shard(0)),
+        "norm1.bias": (WHOLE, Shard(0)),
+        "norm2.weight": (WHOLE, Shard(0)),
+        "norm2.bias": (WHOLE, Shard(0)),
+        "tokens.weight": (Shard(0), Shard(1)),
+        "positions.weight": (WHOLE, Shard(1)),
+        "head.weight": (Shard(0), Shard(1)),
+        ".norm.weight": (WHOLE, Shard(0)),
+    }
+
+
+def on_two_axes(rows: int, columns: int, *, dim: int = 0, data: int = 1) -> Case:
+    mesh = Mesh((Axis("data", data), Axis("tensor_rows", rows), Axis("tensor_columns", columns)))
+    make, loss, _ = MODELS["gpt"]
+    placements = {name: placed for name, placed in of_two("", "").items() if name != ".norm.weight"}
+    return make, loss, placements, mesh, rules("gpt", (Shard(dim), Shard(2)), (Shard(dim), Shard(dim)))
+
+
+def on_three_axes(depth: int, rows: int, columns: int) -> Case:
+    """Matrices also rest in slices along the first axis, of which each row of a slice along the others is cut."""
+    mesh = Mesh((Axis("tensor_tokens", depth), Axis("tensor_rows", rows), Axis("tensor_columns", columns)))
+    make, loss, _ = MODELS["gpt"]
+    placements: dict[str, Placed] = {}
+    for name, (row, column) in of_two("", "").items():
+        by_outputs = row if isinstance(row, Shard) and row.dim == 0 else column
+        assert isinstance(by_outputs, Shard)
+        size = rows if by_outputs is row else columns
+        inner = Shard(0, by_outputs.parts * size)
+        if name != ".norm.weight":
+            placements[name] = (
+                inner if "weight" in name and "norm" not in name and "pos" not in name else WHOLE,
+                row,
+                column,
+            )
+    border: Placed = (Shard(0), Shard(0), Shard(2))
+    by_rows: Placed = (Shard(0), Shard(0), Shard(0))
+    return make, loss, placements, mesh, rules("gpt", border, by_rows, (True, False, False))
+
+
+def test_two_and_three_axes() -> None:
+    cases = {
+        "2 x 2": on_two_axes(2, 2, data=2),
+        "2 x 4": on_two_axes(2, 4),
+        "4 x 2": on_two_axes(4, 2),
+        "2 x 2, by step": on_two_axes(2, 2, dim=1, data=2),
+        "2 x 2 x 2": on_three_axes(2, 2, 2),
+        "2 x 4 x 1": on_three_axes(2, 4, 1),
+    }
+    results = run_ranks(all_of, 8, cases)
+    for name in cases:
+        check([found[name] for found in results])

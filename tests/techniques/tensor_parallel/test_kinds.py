@@ -25,6 +25,8 @@ def test_every_row(sample: Sample) -> None:
     rows = [(ranks, *found) for ranks in (2, 4) for found in sample.rows(ranks)]
     assert rows, "no row, so nothing to compare"
     for ranks, call, row in rows:
+        if KINDS[sample.func].name == "norm" and row.inputs[0] == Shard(2):
+            continue  # sums over ranks: `test_norms_of_split_features`
         assert any(placement != Replicate() for placement in row.inputs)
         assert_row(sample, call, row, ranks)
 

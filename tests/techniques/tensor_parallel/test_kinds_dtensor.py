@@ -108,6 +108,8 @@ def test_rows_are_those_of_dtensor(mesh: DeviceMesh) -> None:
             shards = [placement for placement in (*row.inputs, *row.outputs) if isinstance(placement, Shard)]
             if any(shard.parts > 1 for shard in shards):
                 continue  # DTensor has no such placement
+            if name in ("layer_norm", "rms_norm") and row.inputs[0] == Shard(2):
+                continue  # DTensor gathers features
             if reason := admits(sample, row, mesh):
                 refused[name] = f"{sample} {row}: {reason}"
             admitted += not reason

@@ -261,6 +261,41 @@ def test_cross_entropy_of_split_logits() -> None:
     run_ranks(several_losses, 4, both)
 
 
+def norms(rank: int, mesh: Mesh, placements: tuple[Placement, ...]) -> None:
+    axes = TensorAxes.with_groups(mesh)
+    whole = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)) * 3 + 50
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
+        for function, count, eps in ((F.layer_norm, 2, 1e-5), (F.rms_norm, 1, None), (F.layer_norm, 0, 1e-3)):
+            x = whole.to(dtype, copy=True).requires_grad_()
+            split = SplitTensor(Layout((4, 6, 8), placements), axes)
+            own, mode = split.own(x.detach()).requires_grad_(), SplitMode(axes)
+            affine = [torch.linspace(0.5, 2, 8, dtype=dtype).requires_grad_() for _ in range(2 * count)]
+            expected = function(x, (8,), *affine[:count], **({} if eps is None else {"eps": eps}))
+            with mode:
+                y = function(
+                    with_layout(own * 1, split.layout), (8,), *affine[count:], **({} if eps is None else {"eps": eps})
+                )
+            weights = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+            (expected * weights).sum().backward()
+            (y * split.own(weights)).sum().backward()
+            assert layout_of(y) == split.layout and y.dtype == dtype
+            close = {"rtol": tolerance, "atol": tolerance}
+            torch.testing.assert_close(y, split.own(expected), **close)
+            torch.testing.assert_close(own.grad, split.own(x.grad), **close)
+            for a, b in zip(affine[:count], affine[count:], strict=True):
+                torch.testing.assert_close(b.grad, a.grad, rtol=tolerance, atol=10 * tolerance)
+
+
+def several_norms(rank: int) -> None:
+    both = Mesh((Axis("tensor_rows", 2), Axis("tensor_columns", 2)))
+    for placements in ((Shard(0), Shard(2)), (Shard(2), Shard(2)), (Shard(2), Replicate())):
+        norms(rank, both, placements)
+
+
+def test_norms_of_split_features() -> None:
+    run_ranks(several_norms, 4)
+
+
 def several_losses(rank: int, mesh: Mesh) -> None:
     for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Shard(1))):
         losses(rank, mesh, placements)

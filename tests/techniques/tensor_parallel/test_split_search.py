@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
+from lightning_topt.techniques.tensor_parallel.kinds_norms import NORM
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import BlockSplit, price_split, search_splits
 from tests.models import GPT, MLP, GPTBlock
@@ -47,11 +49,12 @@ def values(split: BlockSplit) -> tuple[float, ...]:
 
 
 def everything(found: FunctionTrace, costs: SplitPrices, module: nn.Module, whole: set[int]) -> set[tuple[float, ...]]:
-    """The Pareto set of all placements of all parameters."""
+    """The Pareto set of all placements of all parameters; those of norms, a few numbers, are whole."""
+    norms = {ref.parameter for call in found.calls if KINDS.get(call.func) is NORM for ref in call.inputs}
     legal: list[Sequence[tuple[str, Placement]]] = []
     for name, parameter in module.named_parameters():
         splits = [Shard(dim, parts) for dim in range(parameter.ndim) for parts in (1, 2, 3)]
-        fits = [s for s in splits if parameter.shape[s.dim] % (s.parts * costs.group.size) == 0]
+        fits = [s for s in splits if parameter.shape[s.dim] % (s.parts * costs.group.size) == 0 and name not in norms]
         legal.append([(name, Replicate()), *((name, split) for split in fits)])
     tried = (price_split(found.calls, costs, dict(chosen), whole=whole) for chosen in itertools.product(*legal))
     points = sorted({values(split) for split in tried if split is not None})

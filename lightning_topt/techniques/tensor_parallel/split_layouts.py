@@ -1,0 +1,221 @@
+"""Whole layouts of a model along one, two or three tensor axes, found from what its products do, not from names.
+
+The search along one axis says which matrices are cut by outputs and which by inputs, and which heads stay together. In two
+dimensions each of them is cut by its other dim along the second axis, and outputs become the inputs of the next product: so
+features and rows change axes after each product. In three, slices of matrices along a third axis are gathered for their use.
+
+    layout            axes                                       paper
+    tensor            tensor                                     Shoeybi et al., arXiv 1909.08053
+    tensor_sequence   tensor                                     Korthikanti et al., arXiv 2205.05198
+    context           tensor_tokens                              keys and values travel, or heads (Jacobs et al., 2309.14509)
+    tensor_2d         tensor_rows, tensor_columns
+    tensor_3d         tensor_tokens, tensor_rows, tensor_columns Bian et al., arXiv 2105.14450
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_topt.graph.mesh_axes import Axis
+from lightning_topt.graph.op_config import Placement, Placements, Shard
+from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace, Ref
+from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
+from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, pieces
+
+LAYOUTS = ("tensor", "tensor_sequence", "context", "tensor_2d", "tensor_3d")
+
+
+@dataclass(frozen=True)
+class Role:
+    """A `Role` is what a parameter is to the products of a step: its dims of `outputs` and `inputs`; a bias has no inputs.
+
+    `weight`: the matrix to whose products it is added; its own name for a matrix.
+    """
+
+    weight: str
+    outputs: int
+    inputs: int | None
+
+
+@dataclass(frozen=True)
+class SplitLayout:
+    """Placements of parameters by their full names along the tensor axes, rules of blocks, and the matrices that are cut along
+    fewer axes than the layout has, because their sizes do not divide, or because nothing says how.
+    """
+
+    placements: Mapping[str, Placements]
+    rules: Mapping[str, BlockRule]
+    left: tuple[str, ...] = ()
+
+
+def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:
+    """Return the tensor axes of `layout` over so many ranks, as equally long as their number admits.
+
+    Raises ValueError where that is no product of two or three numbers above 1; says which are.
+    """
+    if layout in ("tensor", "tensor_sequence"):
+        return (Axis("tensor", ranks),)
+    if layout == "context":
+        return (Axis("tensor_tokens", ranks),)
+    count = 2 if layout == "tensor_2d" else 3
+    sizes = _factors(ranks, count)
+    if sizes is None:
+        others = [str(n) for n in range(4, 4 * ranks + 33) if _factors(n, count) is not None]
+        near = sorted(others, key=lambda text: abs(int(text) - ranks))[:3]
+        raise ValueError(
+            f"{layout} needs a number of ranks that is a product of {count} numbers above 1, and {ranks} is not: start "
+            f"{', '.join(sorted(near, key=int))} ranks, or choose plan='tensor'"
+        )
+    names = ("tensor_tokens", "tensor_rows", "tensor_columns")[-count:]
+    return tuple(Axis(name, size) for name, size in zip(names, sizes, strict=True))
+
+
+def _factors(number: int, count: int) -> tuple[int, ...] | None:
+    """The most equal factors above 1, largest first."""
+    if count == 1:
+        return (number,) if number > 1 else None
+    found = []
+    for first in range(2, number // 2 + 1):
+        if number % first == 0 and (rest := _factors(number // first, count - 1)) is not None:
+            found.append(tuple(sorted((first, *rest), reverse=True)))
+    return min(found, key=lambda sizes: (sum(sizes), sizes), default=None)
+
+
+def roles_of(trace: FunctionTrace) -> dict[str, Role]:
+    """Return the roles of parameters in products and embeddings, by name; the first use counts."""
+    found: dict[str, Role] = {}
+    for call in trace.calls:
+        kind = KINDS.get(call.func)
+        name, inputs = kind.name if kind is not None else "", call.inputs
+        if name in ("linear", "addmm") and len(inputs) > 1:
+            weight, bias = (
+                (inputs[2], inputs[0]) if name == "addmm" else (inputs[1], inputs[2] if len(inputs) > 2 else None)
+            )
+            outputs = 1 if name == "addmm" else 0
+            if weight.parameter is not None and len(weight.shape) == 2:
+                found.setdefault(weight.parameter, Role(weight.parameter, outputs, 1 - outputs))
+                if bias is not None and bias.parameter is not None:
+                    found.setdefault(bias.parameter, Role(weight.parameter, 0, None))
+        elif name == "embedding" and len(inputs) > 1 and inputs[1].parameter is not None:
+            found.setdefault(inputs[1].parameter, Role(inputs[1].parameter, 0, 1))
+    return found
+
+
+def make_layout(
+    layout: str,
+    trace: FunctionTrace,
+    single: Mapping[str, Placement],
+    *,
+    axes: Sequence[Axis],
+    blocks: Sequence[str],
+    repeated: Collection[str],
+) -> SplitLayout:
+    """Return the layout of a model whose step was traced and whose parameters `single` places along one axis.
+
+    `blocks` are those of the plan, of which `repeated` are there several times. Raises ValueError where no tensor that enters
+    such a block has rows that divide.
+    """
+    sizes, shapes = tuple(axis.size for axis in axes), _shapes(trace)
+    at_border = _shape_at_border(trace, repeated)
+    rows = _rows(layout, at_border, sizes)
+    crossing = rows if len(sizes) == 1 else (*rows[:-1], Shard(len(at_border) - 1))
+    gathers = (True, False, False) if layout == "tensor_3d" else ()
+    rules = {}
+    for block in dict.fromkeys([*blocks, ""]):
+        border = (crossing,) if block in repeated else ()
+        rules[block] = BlockRule(block, border, border, rows, gathers)
+    roles = roles_of(trace)
+    # A vector of the width of the blocks goes with the features that cross their borders.
+    of_features = {name for name, shape in shapes.items() if shape == at_border[-1:] and name not in roles}
+    if layout in ("tensor_sequence", "context"):
+        kept = {name: (each,) for name, each in single.items() if name not in of_features}
+        return SplitLayout(kept if layout == "tensor_sequence" else {}, rules)
+    placements, left = {}, []
+    for name, shape in shapes.items():
+        wanted = (REPLICATE, Shard(0)) if name in of_features else _in_two(roles.get(name), single, name)
+        placed = _that_fit(wanted, shape, sizes[-2:])
+        if layout == "tensor_3d":
+            placed = (_gathered(placed, shape, sizes), *placed)
+        if any(isinstance(each, Shard) for each in placed):
+            placements[name] = placed
+        if len(shape) > 1 and sum(isinstance(each, Shard) for each in placed) < len(sizes):
+            left.append(name)
+    return SplitLayout(placements, rules, tuple(left))
+
+
+def _in_two(role: Role | None, single: Mapping[str, Placement], name: str) -> tuple[Placement, Placement]:
+    """Where a parameter is along the axis of the search and along the second one."""
+    own = single.get(name, REPLICATE)
+    if role is None:
+        return own, REPLICATE
+    along = single.get(role.weight, REPLICATE)
+    if role.inputs is None:  # what is added to the sums of a matrix that is cut by inputs is cut as the sums are
+        is_row = isinstance(along, Shard) and not isinstance(own, Shard)
+        return (REPLICATE, Shard(0)) if is_row else (own, REPLICATE)
+    if not isinstance(own, Shard):
+        return REPLICATE, REPLICATE
+    return own, Shard(role.inputs if own.dim == role.outputs else role.outputs)
+
+
+def _that_fit(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) -> Placements:
+    """The placements, whole along the last axes that do not divide."""
+    kept: list[Placement] = [REPLICATE] * len(sizes)
+    for axis, placement in enumerate(placed):
+        kept[axis] = placement
+        found = pieces(kept, sizes)
+        if found is None or any(shape[dim] % count for dim, count in found.items()):
+            kept[axis] = REPLICATE
+    return tuple(kept)
+
+
+def _gathered(placed: Placements, shape: tuple[int, ...], sizes: Sequence[int]) -> Placement:
+    """The slices along the first axis of what the others leave of a matrix."""
+    if len(shape) < 2:
+        return REPLICATE
+    for dim in range(len(shape)):
+        inner = [(each, size) for each, size in zip(placed, sizes[1:], strict=True) if isinstance(each, Shard)]
+        parts = math.prod([each.parts * size for each, size in inner if each.dim == dim])
+        slices = Shard(dim, parts)
+        found = pieces((slices, *placed), sizes)
+        if found is not None and all(shape[d] % count == 0 for d, count in found.items()):
+            return slices
+    return REPLICATE
+
+
+def _shapes(trace: FunctionTrace) -> dict[str, tuple[int, ...]]:
+    refs: Iterator[Ref] = (ref for call in trace.calls for ref in call.inputs)
+    return {ref.parameter: ref.shape for ref in refs if ref.parameter is not None}
+
+
+def _shape_at_border(trace: FunctionTrace, repeated: Collection[str]) -> tuple[int, ...]:
+    """Of the first tensor that enters one of the blocks; without such blocks, that is computed."""
+    entering = (b.shapes[0] for b in trace.borders if b.module in repeated and not b.is_end and b.shapes)
+    computed = (ref.shape for call in trace.calls for ref in call.outputs if len(ref.shape) > 1)
+    return next(entering, None) or next(computed, (0, 0))
+
+
+def _rows(layout: str, shape: tuple[int, ...], sizes: Sequence[int]) -> Placements:
+    """Where rows are along all axes: samples where these divide, else steps."""
+    lead, count = shape[:-1], len(sizes)
+    last = min(1, len(lead) - 1)
+    choices: list[tuple[int, ...]] = [(0,) * count, (0, *(last for _ in sizes[1:])), (last,) * count]
+    if count < 3:
+        choices = [(last,)] if count == 1 else [(0, 0), (last, last)]
+    without = range(count - 2, count) if count > 1 else [None]
+    for dims in choices:
+        rows = tuple(map(Shard, dims))
+        if all(_divide(lead, rows, sizes, axis) for axis in without):
+            return rows
+    raise ValueError(
+        f"plan={layout!r} splits the rows of tensors between layers, and those of the shape {shape} do not divide for "
+        f"{' x '.join(map(str, sizes))} ranks: choose another batch size or number of ranks, or plan='tensor'"
+    )
+
+
+def _divide(lead: tuple[int, ...], rows: Placements, sizes: Sequence[int], without: int | None) -> bool:
+    placed = [REPLICATE if axis == without else each for axis, each in enumerate(rows)]
+    found = pieces(placed, sizes)
+    return found is not None and all(lead[dim] % count == 0 for dim, count in found.items())

@@ -1,0 +1,152 @@
+"""Layouts along one, two and three axes are found by what products do, and run as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_topt.cli.tasks.byte_lm import ByteGPT
+from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.groups import Group
+from lightning_topt.costs.optimizer import read_optimizer
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.mesh_axes import Axis, Mesh
+from lightning_topt.graph.op_config import Replicate, Shard
+from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_axes
+from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
+from tests.launch import run_ranks
+from tests.techniques.tensor_parallel.on_ranks import check, compare
+from tests.techniques.tensor_parallel.test_split_models import gpt2, ids, llama
+from tests.techniques.tensor_parallel.traced import FAST
+
+BATCH = 8
+
+
+class Language(nn.Module):
+    """A training step around a model of Hugging Face's."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.model = make()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+
+class Perceptron(nn.Module):
+    """Plain layers, none of them there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 8))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.layers(batch), batch[:, :8])
+
+
+def byte_gpt() -> nn.Module:
+    module = ByteGPT(2, 32, 4, 8, dropout=0.1)
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
+    return module
+
+
+def numbers() -> Tensor:
+    return torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(0))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "byte gpt": (byte_gpt, partial(ids, BATCH, 9)),
+    "llama": (partial(Language, llama), partial(ids, BATCH, 8)),
+    "gpt2": (partial(Language, gpt2), partial(ids, BATCH, 8)),
+    "perceptron": (Perceptron, numbers),
+}
+RANKS = {"tensor_sequence": 4, "context": 4, "tensor_2d": 4, "tensor_3d": 8}
+
+
+def split_model(name: str) -> SplitModel:
+    make, batch = MODELS[name]
+    module, trace = make(), FunctionTrace()
+    return SplitModel(module, batch(), capture(module, batch(), adapt=trace.of, batch_scaling=False), trace)
+
+
+def layout_of_model(model: SplitModel, layout: str, *, cluster: Cluster = FAST) -> tuple[SplitLayout, tuple[Axis, ...]]:
+    along = layout_axes(layout, RANKS[layout])
+    module = model.module
+    optimizer = read_optimizer([torch.optim.Adam(module.parameters())], named_parameters=module.named_parameters())
+    prices = SplitPrices(cluster, optimizer, Group(along[-2:][0].size))
+    return model.layout(layout, prices, along), along
+
+
+def loss_of(batch: Callable[[], Tensor], module: nn.Module) -> Tensor:
+    loss: Tensor = module.training_step(batch(), 0)  # type: ignore[operator]
+    return loss
+
+
+def runs(rank: int, found: dict[str, tuple[SplitLayout, tuple[Axis, ...]]]) -> dict[str, Any]:
+    results = {}
+    for name, (layout, along) in found.items():
+        make, batch = MODELS[name.partition(": ")[2]]
+        rest = 8 // Mesh(along).size
+        mesh = Mesh((Axis("data", rest), *along)) if rest > 1 else Mesh(along)
+        try:
+            results[name] = compare(rank, make, partial(loss_of, batch), layout.placements, mesh, layout.rules)
+        except Exception as error:
+            raise RuntimeError(name) from error
+    return results
+
+
+def test_layouts_run_as_one_process() -> None:
+    models = {name: split_model(name) for name in MODELS}
+    found = {
+        f"{layout}: {name}": layout_of_model(model, layout)
+        for layout in RANKS
+        for name, model in models.items()
+        if not (name == "perceptron" and layout == "context")
+    }
+    for name, (layout, along) in found.items():
+        assert models[name.partition(": ")[2]].local_graph_of(layout, along) is not None, name
+    results = run_ranks(runs, 8, found)
+    for name in found:
+        # The table of positions is split by features, the sum of the other one by step.
+        check([each[name] for each in results], whole_calls=1 if name == "tensor_sequence: byte gpt" else 0)
+
+
+def test_roles_of_a_cube() -> None:
+    layout, _ = layout_of_model(split_model("llama"), "tensor_3d")
+    row, column = Shard(0), Shard(1)
+    of_layer = {
+        name.rpartition("layers.1.")[2]: placed for name, placed in layout.placements.items() if "layers.1." in name
+    }
+    by_outputs, by_inputs = (Shard(0, 2), row, column), (Shard(0, 2), column, row)
+    assert of_layer == {
+        **dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (Replicate(), Replicate(), row)),
+        **dict.fromkeys((f"self_attn.{name}_proj.weight" for name in "qkv"), by_outputs),
+        "self_attn.o_proj.weight": by_inputs,
+        **dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), by_outputs),
+        "mlp.down_proj.weight": by_inputs,
+    }
+    assert layout.placements["model.model.embed_tokens.weight"] == by_outputs
+    assert layout.left == ()
+    border = (Shard(0), Shard(0), Shard(2))
+    assert layout.rules["model.model.layers.0"] == BlockRule(
+        "model.model.layers.0", (border,), (border,), (Shard(0),) * 3, (True, False, False)
+    )
+
+
+def test_numbers_of_ranks_that_are_no_product_are_refused() -> None:
+    assert [axis.size for axis in layout_axes("tensor_3d", 16)] == [4, 2, 2]
+    assert [axis.size for axis in layout_axes("tensor_2d", 12)] == [4, 3]
+    with pytest.raises(ValueError, match="product of 3 numbers above 1, and 4 is not: start 8, 12, 16 ranks"):
+        layout_axes("tensor_3d", 4)
+    with pytest.raises(ValueError, match="product of 2 numbers above 1, and 7 is not: start 6, 8, 9 ranks"):
+        layout_axes("tensor_2d", 7)

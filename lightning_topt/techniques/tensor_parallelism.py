@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topt.communication.topology import own_group
@@ -25,6 +28,7 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Placements, Replicate
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.techniques.technique import Applied, BlockSeconds, Neighbours, ParallelModel, Technique
+from lightning_topt.techniques.tensor_parallel.kept_tensors import keep_whole, places_of
 from lightning_topt.techniques.tensor_parallel.layout import Layout, layout_of, with_layout
 from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import (
@@ -89,9 +93,12 @@ class TensorParallelism(Technique):
         model.split = {one.slice: one.how for one in split}
         mode = SplitMode(axes)
         wrapped = _wrap(model, mode, split)
+        hooks = [_whole_arguments(module, mode) for module in wrapped if _looks_back(module)]
         model.before_block = mode.whole  # FSDP2's hooks make new tensors of what passes
 
         def undo() -> None:
+            for hook in hooks:
+                hook.remove()
             for module in wrapped:
                 _unwrap(module)
             join_parameters(model.module, split)
@@ -100,8 +107,16 @@ class TensorParallelism(Technique):
             undo=undo,
             replaced={one.original: one.slice for one in split},
             split={one.original: one.how for one in split},
-            around_step=mode.on,
+            around_step=partial(_around_step, mode, places_of(model.module)),
+            whole=mode.whole,
         )
+
+
+@contextmanager
+def _around_step(mode: SplitMode, places: Sequence[dict[str, Any]]) -> Generator[None, None, None]:
+    with mode.on():
+        yield
+    keep_whole(places, mode.whole)
 
 
 def split_placements(configs: Mapping[str, OpConfig], mesh: Mesh) -> dict[str, Placements]:
@@ -140,11 +155,24 @@ def _wrap(model: ParallelModel, mode: SplitMode, split: Sequence[SplitParameter]
     blocks = [model.module.get_submodule(name) for name in model.configs if name]
     count = Counter(map(_structure, blocks))
     repeated = {block for block in blocks if count[_structure(block)] > 1}
-    wrapped = [module for module in model.module.modules() if any(p in layouts for p in module.parameters())]
+    modules = model.module.modules()
+    wrapped = [module for module in modules if _looks_back(module) or any(p in layouts for p in module.parameters())]
     for module in wrapped:
         own = {name: layouts[p] for name, p in module._parameters.items() if p in layouts}
-        module.forward = _SplitForward(module, mode, own, is_repeated=module in repeated)
+        module.forward = _SplitForward(module, mode, own, is_repeated=module in repeated or _looks_back(module))
     return wrapped
+
+
+def _looks_back(module: nn.Module) -> bool:
+    """Whether hooks of the user see gradients of what enters and leaves `module`: both are then whole."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def _whole_arguments(module: nn.Module, mode: SplitMode) -> RemovableHandle:
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return mode.whole(args), mode.whole(kwargs)
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _structure(block: nn.Module) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -21,6 +21,8 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.engine_checkpoints import EngineCheckpoints
 from lightning_topt.plugins.read_options import GivenPlan, MeshPlan
 from lightning_topt.plugins.turns import Turns
+
+Output = TypeVar("Output")
 
 
 class DataRanks(EngineCheckpoints):
@@ -130,4 +132,11 @@ class DataRanks(EngineCheckpoints):
 
     def _one_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
         with self._around_step():
-            return super().training_step(*args, **kwargs)
+            return self._whole(super().training_step(*args, **kwargs))
+
+    def _whole(self, output: Output) -> Output:
+        """Hooks and predictions get whole tensors."""
+        if self._engine is None or not self._running:
+            return output
+        whole: Output = self._engine.whole(output)
+        return whole

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_topt.communication.options import ExchangeOptions
@@ -28,6 +30,7 @@ from lightning_topt.graph.op_config import OpConfig, Partial, Placements, Replic
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.techniques.technique import Applied, BlockSeconds, Neighbours, ParallelModel, Technique
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rules_by_block, rules_of
+from lightning_topt.techniques.tensor_parallel.kept_tensors import keep_whole, places_of
 from lightning_topt.techniques.tensor_parallel.layout import Layout, layout_of, with_layout
 from lightning_topt.techniques.tensor_parallel.random_states import draw_alike
 from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
@@ -108,9 +111,12 @@ class TensorParallelism(Technique):
         rules = rules_of(model.configs, model.mesh)
         mode = SplitMode(axes, rule=rules.get("", PLAIN))
         wrapped = _wrap(model, mode, split, rules)
+        hooks = [_whole_arguments(module, mode) for module in wrapped if _looks_back(module)]
         model.before_block = partial(_before_block, mode, wrapped)
 
         def undo() -> None:
+            for hook in hooks:
+                hook.remove()
             for module in wrapped:
                 _unwrap(module)
             join_parameters(model.module, split)
@@ -130,9 +136,17 @@ class TensorParallelism(Technique):
             undo=undo,
             replaced={one.original: one.slice for one in split},
             split={one.original: one.how for one in split},
-            around_step=mode.on,
+            around_step=partial(_around_step, mode, places_of(model.module)),
             joined=joined,
+            whole=mode.whole,
         )
+
+
+@contextmanager
+def _around_step(mode: SplitMode, places: Sequence[dict[str, Any]]) -> Generator[None, None, None]:
+    with mode.on():
+        yield
+    keep_whole(places, mode.whole)
 
 
 def split_placements(configs: Mapping[str, OpConfig], mesh: Mesh) -> dict[str, Placements]:
@@ -202,12 +216,27 @@ def _wrap(
     by_block = {blocks[name]: rule for name, rule in rules_by_block(rules, blocks, repeated).items()}
     wrapped: dict[nn.Module, _SplitForward] = {}
     for module in model.module.modules():
-        is_root = module is model.module
-        if not (any(p in layouts for p in module.parameters()) or (rules and (is_root or module in by_block))):
+        is_ruled = rules and (module is model.module or module in by_block)
+        if not (is_ruled or _looks_back(module) or any(p in layouts for p in module.parameters())):
             continue
         own = {name: layouts[p] for name, p in module._parameters.items() if p in layouts}
-        wrapped[module] = module.forward = _SplitForward(module, mode, own, by_block.get(module))
+        rule = by_block.get(module)
+        if _looks_back(module):
+            rule = replace(rule or BlockRule(), inputs=(), outputs=(), is_repeated=True)
+        wrapped[module] = module.forward = _SplitForward(module, mode, own, rule)
     return wrapped
+
+
+def _looks_back(module: nn.Module) -> bool:
+    """Whether hooks of the user see gradients of what enters and leaves `module`: both are then whole."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def _whole_arguments(module: nn.Module, mode: SplitMode) -> RemovableHandle:
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return mode.whole(args), mode.whole(kwargs)
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _structure(block: nn.Module) -> tuple[Any, ...]:

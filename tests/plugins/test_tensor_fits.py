@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -191,3 +193,57 @@ def test_numbers_of_ranks_that_make_no_mesh_are_named() -> None:
     assert all(
         "product of 2 numbers above 1, and 2 is not: start 4, 6, 8 ranks" in text for text in on_ranks(no_square)
     )
+
+
+# ---- from plan to plan ------------------------------------------------------------------------------------------------
+
+EXCHANGED = {"method": "topk", "density": 1.0, "hierarchical": False}
+# Ranks, plan (None: Lightning's own ddp), form of the file that is left to the next.
+CHAIN: list[tuple[int, Any, str]] = [
+    (2, plan(1, "ddp"), "full"),
+    (4, "zero3", "sharded"),
+    (4, plan(2, "zero3"), "sharded"),
+    (4, plan(2, "zero1"), "full"),
+    (4, None, "full"),
+    (4, {**plan(2, "ddp"), "gradient_exchange": EXCHANGED}, "sharded"),
+    (2, plan(1, "ddp"), "sharded"),
+    (2, "zero1", "full"),
+]
+
+
+def link(rank: int, folder: Path, numbers: list[int]) -> Any:
+    """Epochs `numbers`, one under each plan."""
+    losses, found = [], None
+    for number in numbers:
+        ranks, given, form = CHAIN[number]
+        torch.manual_seed(100 * number + rank)  # what is not loaded differs
+        strategy = DDPStrategy() if given is None else AutoParallelStrategy(
+            plan=given, checkpoint=form, allow_compression=True
+        )  # fmt: skip
+        trainer, module = make_trainer(strategy, devices=ranks, max_epochs=number + 1, gradient_clip_val=0.5), Counted()
+        parts = ranks if not isinstance(given, dict) else given["mesh"][0]["size"]
+        before = str(folder / f"{number - 1}.ckpt") if number else None
+        trainer.fit(module, loader(8 // parts), loader(8 // parts, length=16), ckpt_path=before)
+        trainer.save_checkpoint(folder / f"{number}.ckpt")
+        losses += module.losses
+        found = {name: value.clone() for name, value in module.state_dict().items()}
+    return losses, found
+
+
+def test_a_training_goes_from_plan_to_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trainer, module = make_trainer(max_epochs=len(CHAIN), gradient_clip_val=0.5), Counted()
+    torch.manual_seed(0)
+    trainer.fit(module, in_order(), loader(8, length=16))
+    losses: list[float] = []
+    last: Any = None
+    for ranks, links in itertools.groupby(range(len(CHAIN)), key=lambda number: CHAIN[number][0]):
+        own, last = on_ranks(link, tmp_path, [*links], world_size=ranks)[0]
+        losses += own
+    assert losses == pytest.approx(module.losses, rel=1e-3)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(last[name], value, rtol=1e-3, atol=1e-4)
+    saved = torch.load(tmp_path / f"{len(CHAIN) - 1}.ckpt", weights_only=False)["optimizer_states"][0]
+    for index, values in trainer.optimizers[0].state_dict()["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(saved["state"][index][key], value, rtol=2e-3, atol=1e-4)

@@ -14,6 +14,8 @@ whole tensors. Autograd below sees plain local tensors and the collectives' own 
     signatures          keys under which decisions about calls are kept
     composites          functions of torch that are written in Python
     python_functions    checkpoints and autograd functions of user code
+    user_access         hooks of gradients, ``.data``, arrays of NumPy and torch.func on split tensors
+    kept_tensors        split tensors that modules keep beyond a step
     split_mode          calls functions on split tensors
     split_parameters    slices of parameters, and the way back
 

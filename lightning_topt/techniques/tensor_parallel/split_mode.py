@@ -30,6 +30,14 @@ from lightning_topt.techniques.tensor_parallel.regather import saved_as_slices
 from lightning_topt.techniques.tensor_parallel.signatures import call_of, is_in_place, known_of, signature, with_tensors
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 from lightning_topt.techniques.tensor_parallel.tensor_mover import MOVED, TensorMover, gathered_among
+from lightning_topt.techniques.tensor_parallel.user_access import (
+    SET_DATA,
+    hook_of_slices,
+    read_only,
+    refuse_transforms,
+    set_data,
+    transforms_are_on,
+)
 
 _COPIED = "_topt_copied"
 _REFUSED = {  # they give a tensor another storage or shape
@@ -135,13 +143,19 @@ class SplitMode(PythonFunctionMode):
                     return self._on_split(func, args, kwargs or {})
             elif isinstance(arg, list | tuple) and any(layout_of(each) is not None for each in tensors_in(arg)):
                 return self._on_split(func, args, kwargs or {})
+        if transforms_are_on():
+            refuse_transforms(tensors_in((*args, *(kwargs or {}).values())))
         return func(*args, **(kwargs or {}))
 
     def _on_split(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (attribute := ATTRIBUTES.get(func)) is not None:
             return attribute(*args, **kwargs)
+        if func is Tensor.register_hook and (layout := layout_of(args[0])) is not None:
+            return func(args[0], hook_of_slices(args[1], layout, self.axes))
         if func in LOCAL:
             return func(*args, **kwargs)
+        if func == SET_DATA and layout_of(args[0]) is not None:
+            return set_data(args[0], args[1], self.axes)
         tensors: list[Tensor] = []
         key = signature(func, args, kwargs, tensors)
         if key is None or (prepared := self._known.get(key)) is None:
@@ -157,17 +171,19 @@ class SplitMode(PythonFunctionMode):
             return self._written_back(prepared, tensors[0], local[0])
         if func in ALIASES and local:
             _note_copies(tensors, local, result)
-        return iter(result) if func is Tensor.__iter__ else result
+        return iter(result) if func is Tensor.__iter__ else read_only(result)
 
     def _prepare(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
     ) -> _Prepared:
         known = [known_of(tensor, self._whole) for tensor in tensors]
         kind, call, in_place = KINDS.get(func), call_of(func, args, kwargs, known), is_in_place(func, kwargs)
-        if kwargs.get("out") is not None:
-            kind = None
-            for layout in filter(None, map(layout_of, tensors_in((kwargs["out"],)))):
-                raise _refusal(func, layout.placements)
+        written = [kwargs["out"]] if kwargs.get("out") is not None else []
+        kind = None if written else kind
+        if in_place and args and not isinstance(args[0], Tensor):  # all of a list
+            written.append(args[0])
+        for layout in filter(None, map(layout_of, tensors_in(written))):
+            raise _refusal(func, layout.placements)
         rule = self.rule
         decision = decide(
             kind, call, known, self.axes.sizes, in_place=in_place, splits=rule.splits, gathers=rule.gathered

@@ -116,7 +116,8 @@ def split_parameters(
     """Put this rank's slices in the place of the named parameters of `module`, under all names of a tied one.
 
     The originals, which optimizers and the user's code may hold, lose their memory until `join_parameters`. Raises ValueError
-    as `check_split`, for a name that `module` does not have, and where two names of one parameter are placed differently.
+    as `check_split`, for a name that `module` does not have, for a parameter with hooks, and where two names of one parameter
+    are placed differently.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     found: dict[nn.Parameter, SplitTensor] = {}
@@ -125,12 +126,22 @@ def split_parameters(
             raise ValueError(f"the plan places a parameter {name!r}, and {type(module).__name__} has none of that name")
         parameter = parameters[name]
         check_split(name, tuple(parameter.shape), along, axes)
+        if any(isinstance(placement, Shard) for placement in along):
+            _check_hooks(name, parameter)
         how = SplitTensor(Layout(tuple(parameter.shape), along), axes)
         if found.setdefault(parameter, how).layout != how.layout:
             raise ValueError(f"parameter {name!r} is tied to another one, which is split differently: place them alike")
     split = [_split(parameter, how) for parameter, how in found.items() if how.slices > 1]
     _replace(module, {one.original: one.slice for one in split})
     return split
+
+
+def _check_hooks(name: str, parameter: nn.Parameter) -> None:
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"parameter {name!r} has a hook for its gradient, and the plan splits it: the hook would not see the whole "
+            "gradient; remove the hook, or keep the parameter whole"
+        )
 
 
 def _split(parameter: nn.Parameter, how: SplitTensor) -> SplitParameter:

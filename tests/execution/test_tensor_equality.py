@@ -1,0 +1,46 @@
+"""A part of the matrix of benchmarks/tensor_equality.py, and that it finds what is not equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.tensor_equality import against_one_process, cell, compare, run_plan
+from benchmarks.tensor_equality_models import MODELS
+from benchmarks.tensor_equality_plans import PLANS, Plan
+from tests.launch import run_ranks
+
+BY_NAME = {plan.name: plan for plan in PLANS}
+FAST = {
+    "T5": ("ZeRO-3 x tensor 2 + recomputation", "two tensor axes, rows and columns"),
+    "ViT": ("ZeRO-2 x tensor 2 + accumulation + clipping", "float16 exchange x tensor 2"),
+    "conv": ("ZeRO levels mixed x tensor 2", "tensor 4", "ZeRO-3 x tensor 2, bfloat16"),
+}
+
+
+def parts(rank: int) -> Any:
+    found = []
+    for model, names in FAST.items():
+        found += compare(rank, [model], [BY_NAME[name] for name in names])
+    plan = BY_NAME["data 2 x tensor 2"]
+    wrong = run_plan(rank, MODELS["conv"], replace(plan, clip=0.5))
+    return found, against_one_process(wrong, MODELS["conv"], plan) if rank == 0 else None
+
+
+def test_plans_and_models_are_those_of_one_process() -> None:
+    found, wrong = run_ranks(parts, 4)[0]
+    for name, model, value in found:
+        text = cell(BY_NAME[name], value)
+        assert text[0].isdigit() and "**" not in text, (name, model, value)
+    assert "**" in cell(BY_NAME["data 2 x tensor 2"], wrong), "clipped gradients count as equal"
+
+
+def test_there_are_thirty_plans_of_five_models() -> None:
+    def mixes(plan: Plan) -> bool:
+        more = (
+            len(plan.axes) + (plan.storage not in ("ddp", "hybrid")) + (plan.microbatches > 1) + (plan.clip is not None)
+        )
+        return more + plan.bfloat16 + (plan.exchange is not None) > 2
+
+    assert len(MODELS) >= 5 and len(BY_NAME) == len(PLANS) >= 30 and sum(map(mixes, PLANS)) >= 10
+    assert {plan.mesh.size for plan in PLANS} == {2, 4, 8}

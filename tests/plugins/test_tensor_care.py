@@ -1,0 +1,146 @@
+"""User code between steps, where a plan splits parameters: looks at these are refused at once, what steps leave is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor
+
+from lightning_topt.plan.parallel_plan import PlanError
+from tests.plugins.test_tensor_fits import plan
+from tests.plugins.trainer_ranks import RecordingGPT, loader, on_ranks, topt_trainer
+
+
+class Average(RecordingGPT):
+    """Keeps a moving average of its parameters."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                average = self.averages.setdefault(name, parameter.detach().clone())
+                average.lerp_(parameter, 0.1)
+
+    averages: dict[str, Tensor] = {}
+
+
+class Clipping(RecordingGPT):
+    """Keeps weights small."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-1, 1)
+
+
+class Norms(RecordingGPT):
+    """Logs norms of gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, 2))
+
+
+class Keeps(RecordingGPT):
+    """Keeps a list of parameters for a penalty."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.penalized = [parameter for parameter in self.parameters() if parameter.dim() > 1]
+
+
+class Hooked(RecordingGPT):
+    """Scales a gradient."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.blocks[0].up.weight.register_hook(lambda gradient: 0.5 * gradient)
+
+
+CASES: dict[str, tuple[type[RecordingGPT], list[Any], str]] = {
+    "average": (Average, [], "Average.on_train_batch_end reads parameters"),
+    "weight averaging": (RecordingGPT, [WeightAveraging()], "weight-averaging callbacks copy whole parameters"),
+    "weight clipping": (Clipping, [], "Clipping.on_train_batch_end reads parameters"),
+    "norms": (Norms, [], "Norms.on_before_optimizer_step reads gradients"),
+    "list": (Keeps, [], "attribute 'penalized' of Keeps holds parameter"),
+    "hook": (Hooked, [], "a hook on parameter 'blocks.0.up.weight'"),
+}
+
+
+def refused(rank: int) -> dict[str, str]:
+    sentences = {}
+    for name, (make, callbacks, _) in CASES.items():
+        for given in (plan(1, "ddp"), "tensor"):
+            with pytest.raises(PlanError) as caught:
+                topt_trainer(given, callbacks=callbacks).fit(make(heads=2), loader(8))
+            sentences[f"{name}, {'searched' if given == 'tensor' else 'given'}"] = str(caught.value)
+    return sentences
+
+
+def test_what_looks_at_parameters_between_steps_is_named() -> None:
+    for sentences in on_ranks(refused):
+        for name, sentence in sentences.items():
+            assert CASES[name.rpartition(",")[0]][2] in sentence, (name, sentence)
+            assert "without" in sentence
+
+
+# ---- what steps leave -------------------------------------------------------------------------------------------------
+
+
+class Leaves(RecordingGPT):
+    """Keeps and returns logits, which are split by class, in every way."""
+
+    def __init__(self) -> None:
+        super().__init__(heads=2)
+        self.average: Tensor
+        self.register_buffer("average", torch.zeros(8, 32))
+        self.last, self.all, self.named = torch.zeros(()), list[Tensor](), dict[str, Any]()
+        self.confusion = torchmetrics.ConfusionMatrix(task="multiclass", num_classes=32)
+        self.values = torchmetrics.CatMetric()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        with torch.no_grad():
+            self.average = 0.9 * self.average + 0.1 * logits.mean(0)
+            self.last = logits.clone()
+            self.all.append(logits.mean((0, 1)))
+            self.named["deviation"] = logits.std((0, 1))
+            self.confusion(logits.flatten(0, 1), batch[1].flatten())
+            self.values(logits[0, 0])
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()), "logits": logits.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        kept = (outputs["logits"], self.last, self.average, self.all[-1], self.named["deviation"])
+        metrics = self.values.compute()[-32:], self.confusion.confmat.float()
+        self.seen.append([each.double().square().sum().item() for each in (*kept, *metrics)])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits: Tensor = self(batch[0])
+        return logits
+
+
+def leave(rank: int, given: Any) -> Any:
+    torch.manual_seed(0)
+    trainer, module = topt_trainer(given), Leaves()
+    trainer.fit(module, loader(8, length=16))
+    predicted = trainer.predict(module, loader(8, length=8))
+    assert predicted is not None
+    return module.seen, predicted[0], module.average, torch.stack(module.all)
+
+
+def test_what_steps_leave_is_whole() -> None:
+    """The same as on one data rank."""
+    given = plan(1, "ddp")
+    given["stages"][0]["blocks"][-1]["computes"]["parameters"]["head.weight"] = {
+        "data": "replicate",
+        "tensor": "shard(0)",
+    }
+    expected = on_ranks(leave, None, world_size=1)[0]
+    for found in on_ranks(leave, given):
+        assert found[0] == [pytest.approx(each, rel=1e-3) for each in expected[0]]
+        for one, other in zip(found[1:], expected[1:], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

@@ -95,7 +95,7 @@ def test_a_plan_places_parameters_along_all_axes(request_of_gpt: SearchRequest) 
     step = next(tensor_steps(whole, request.split, mesh=next(tensor_meshes(NODES, 8, 2))))
     *_, hybrid = tensor_meshes(NODES, 8, 2)
     placed = placed_tensors(replace(step, mesh=hybrid))
-    assert dict(placed["blocks.1"])["project.weight"] == (Replicate(), Replicate(), Shard(1))
+    assert dict(placed["blocks.1"]["parameters"])["project.weight"] == (Replicate(), Replicate(), Shard(1))
     assert placed_tensors(whole) == {}
 
 

@@ -84,14 +84,15 @@ def _hopeful(layer: Layer, priced: tuple[Prices, Known], epsilon: float) -> Rows
 
 def _points(made: Sequence[tuple[Any, ChainTable]], decided: Rows) -> tuple[tuple[Any, FrontierPoint], ...]:
     """The plans that no other of `decided` (n, N) beats, with what their tables say that they cost."""
-    costs = np.empty((len(decided), 2))
-    for mesh in np.unique(decided[:, 0]).tolist():
+    costs, configs = np.empty((len(decided), 2)), np.zeros((len(decided), decided.shape[1]), np.intp)
+    names = {mesh: block_names(made[mesh][1]) for mesh in np.unique(decided[:, 0]).tolist()}
+    for mesh in names:
         rows, table = np.flatnonzero(decided[:, 0] == mesh), made[mesh][1]
-        costs[rows] = np.stack(table.evaluate(blocks_of(table, decided[rows])), axis=1)
-    points = []
-    for row in pareto_rows_2(costs[:, 1], costs[:, 0]).tolist():
-        label, table = made[decided[row, 0]]
-        configs = blocks_of(table, decided[row : row + 1])[0].tolist()
-        seconds, size = costs[row].tolist()
-        points.append((label, FrontierPoint(seconds, size, dict(zip(block_names(table), configs, strict=True)))))
-    return tuple(points)
+        plans = blocks_of(table, decided[rows])
+        costs[rows], configs[rows, : plans.shape[1]] = np.stack(table.evaluate(plans), axis=1), plans
+    best = pareto_rows_2(costs[:, 1], costs[:, 0])
+    chosen = zip(decided[best, 0].tolist(), costs[best].tolist(), configs[best].tolist(), strict=True)
+    return tuple(
+        (made[mesh][0], FrontierPoint(seconds, size, dict(zip(names[mesh], plan, strict=False))))
+        for mesh, (seconds, size), plan in chosen
+    )

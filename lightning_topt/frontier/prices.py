@@ -170,13 +170,11 @@ def improve(layers: Sequence[Layer], known: Known, *, gaps: int = _GAPS) -> Know
     """Return known plans and what changes of each, and crossings of neighbours, make of them, at the largest `gaps`."""
     net = Network(tuple(layers))
     flat, leaving = net.flat, net.leaving
-    room = np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))
     for _ in range(_ROUNDS):
         some = known.plans[_beside_gaps(known.costs, gaps)]
-        pairs = [(plan, other) for i, plan in enumerate(some) for other in some[max(i - 1, 0) : i + 2]]
-        found = [_crossed(flat, leaving, *pair, known, room) for pair in pairs]
-        before = known
-        known = known.joined(*(np.concatenate(part) for part in zip(*found, strict=True)))
+        pairs = [(i, o) for i in range(len(some)) for o in range(max(i - 1, 0), min(i + 2, len(some)))]
+        pairs = [(i, o) for i, o in pairs if some[i, 0] == some[o, 0]]  # those of other meshes never meet
+        before, known = known, known.joined(*_crossed(flat, leaving, some, pairs, known))
         if len(known.costs) > _ENOUGH or np.array_equal(known.costs, before.costs):
             break
     return known
@@ -190,19 +188,21 @@ def _beside_gaps(costs: Array, count: int) -> Rows:
 
 
 def _crossed(
-    flat: tuple[Any, ...],
-    leaving: tuple[Rows, Rows],
-    plan: Rows,
-    other: Rows,
-    known: Known,
-    room: tuple[NDArray[np.int32], Array],
+    flat: tuple[Any, ...], leaving: tuple[Rows, Rows], some: Rows, pairs: Sequence[tuple[int, int]], known: Known
 ) -> tuple[Array, NDArray[Any]]:
-    """Costs and transitions of the crossings of two plans that no known plan beats."""
-    count = price_kernels().crossings(flat, leaving, plan, other, *np.ascontiguousarray(known.costs.T), *room)
-    layer, first, second = (column[:, None] for column in room[0][:count].T)
-    place = np.arange(len(plan))
-    plans = np.where(place < layer, plan, np.where(place == layer, first, np.where(place == layer + 1, second, other)))
-    return room[1][:count].copy(), plans.astype(np.int32)
+    """Costs and transitions of the best crossings of `pairs` of `some` plans, those that no known plan beats."""
+    room, costs, changes = (np.empty((_ROOM, 3), np.int32), np.empty((_ROOM, 2))), [], []
+    beaten = np.ascontiguousarray(known.costs.T)
+    for i, o in pairs:
+        count = price_kernels().crossings(flat, leaving, some[i], some[o], *beaten, *room)
+        costs.append(room[1][:count].copy())
+        changes.append(np.column_stack([np.full((count, 2), (i, o), np.int32), room[0][:count]]))
+    together = np.concatenate(costs)
+    rows = pareto_rows_2(together[:, 0], together[:, 1])
+    i, o, layer, first, second = np.concatenate(changes)[rows].T[:, :, None]
+    place = np.arange(some.shape[1])
+    rest = np.where(place == layer, first, np.where(place == layer + 1, second, some[o[:, 0]]))
+    return together[rows], np.where(place < layer, some[i[:, 0]], rest).astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,8 +26,9 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.chains import Chain, Choices, search_chains
+from lightning_topt.plan.chains import Chain, Choices, FoundPlans, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
+from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
 from lightning_topt.plan.tensor_meshes import placed_parameters, tensor_meshes, tensor_sizes, tensor_steps
 from lightning_topt.techniques.plan_batch import PlanBatch
@@ -79,11 +80,10 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
     points: list[PlanPoint] = []
     uniform: list[PlanPoint] = []
     for count in request.device_counts:
-        spaces = [*_spaces(request, count)]
-        found = search_chains([c for space in spaces for c in space.chains()], max_seconds=request.max_seconds)
-        points += [point for batch in found.batches for point in points_of(batch)]
-        uniform += [point for space in spaces if space.own for point in points_of(space.uniform())]
-        error_bound = max(error_bound, found.error_bound)
+        for spaces, found in _searched(request, count):
+            points += [point for batch in found.batches for point in points_of(batch)]
+            uniform += [point for space in spaces if space.own for point in points_of(space.uniform())]
+            error_bound = max(error_bound, found.error_bound)
     return PlanFrontier.of(
         points,
         uniform=uniform,
@@ -173,32 +173,64 @@ def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
     return min(range(len(configs)), key=distance)
 
 
+def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[_Space], FoundPlans]]:
+    """Plans for `count` ranks and the best of them: without a tensor axis, then on the meshes with one that may be better."""
+    deadline = time.thread_time() + request.max_seconds
+    spaces = [*_spaces(request, count)]
+    found = search_chains([c for space in spaces for c in space.chains()], max_seconds=request.max_seconds)
+    yield spaces, found
+    known = KnownPlans.of(found.batches)
+    if spaces := [*_tensor_spaces(request, count, known)]:
+        chains = [c for space in spaces for c in space.chains() if known.may_gain(c.table)]
+        yield spaces, search_chains(chains, max_seconds=max(deadline - time.thread_time(), 1e-3))
+
+
 def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
-    """The plans for `count` ranks: on every mesh, with every exchange."""
+    """The plans for `count` ranks: on every mesh without a tensor axis, with every exchange; or on the given mesh."""
     cluster, samples = request.cluster, request.global_batch_size
     if request.mesh is not None:
         yield from _spaces_on(request, request.mesh)
-        return
-    sizes = tensor_sizes(cluster, count) if request.split is not None else []
-    sizes = [size for size in sizes if samples % (count // size) == 0]
-    if samples % count and not sizes:
+    elif samples % count == 0:
+        first, *rest = meshes(cluster, count)
+        whole = _whole_step(request, first, samples // count)
+        legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in request.exchanges)
+        exchanges = dict.fromkeys(itertools.chain.from_iterable(legal))
+        yield from _spaces_of(whole, rest, shards=request.shards, exchanges=[*exchanges])
+    elif not _tensor_sizes(request, count):
         raise ValueError(
             f"a global batch of {samples} samples cannot be divided evenly over {count} devices; choose a "
             f"batch size that is a multiple of {count}, or other device counts"
         )
-    first, *rest = meshes(cluster, count)
-    common = request.graph, cluster, request.optimizer, first, max(samples // count, 1)
-    whole = TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
-    if samples % count == 0:
-        legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in request.exchanges)
-        exchanges = dict.fromkeys(itertools.chain.from_iterable(legal))
-        yield from _spaces_of(whole, rest, shards=request.shards, exchanges=[*exchanges])
-    for size in sizes:
+
+
+def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Iterator[_Space]:
+    """The plans for `count` ranks on meshes with a tensor axis, those of splits with which some may be better than all of
+    `known`.
+    """
+
+    def is_needed(step: TrainingStep) -> bool:
+        spaces = _spaces_of(step, others, shards=request.shards)
+        return any(known.may_gain(chain.table) for space in spaces for chain in space.chains())
+
+    for size in _tensor_sizes(request, count):
         assert request.split is not None
-        first, *others = tensor_meshes(cluster, count, size)
-        of_rank = replace(whole, batch_size=samples // (count // size))
-        for step in tensor_steps(of_rank, request.split, mesh=first):
+        first, *others = tensor_meshes(request.cluster, count, size)
+        whole = _whole_step(request, first, request.global_batch_size // (count // size))
+        # Of kernels that are measured no formula is a bound.
+        bounds = None if request.kernel_seconds else is_needed
+        for step in tensor_steps(whole, request.split, mesh=first, is_needed=bounds):
             yield from _spaces_of(step, others, shards=request.shards)
+
+
+def _tensor_sizes(request: SearchRequest, count: int) -> list[int]:
+    if request.split is None or request.mesh is not None:
+        return []
+    return [size for size in tensor_sizes(request.cluster, count) if request.global_batch_size % (count // size) == 0]
+
+
+def _whole_step(request: SearchRequest, mesh: Mesh, samples: int) -> TrainingStep:
+    common = request.graph, request.cluster, request.optimizer, mesh, samples
+    return TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
 
 
 def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[_Space]:
@@ -209,8 +241,7 @@ def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[_Space]:
             f"a global batch of {request.global_batch_size} samples cannot be divided evenly over {parts} data ranks; choose a "
             f"batch size that is a multiple of {parts}"
         )
-    common = request.graph, request.cluster, request.optimizer, mesh, request.global_batch_size // parts
-    step = TrainingStep(*common, request.kernel_seconds, returns_memory=request.returns_memory)
+    step = _whole_step(request, mesh, request.global_batch_size // parts)
     if not mesh.tensor_axes:
         yield from _spaces_of(step, (), shards=request.shards)
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lightning_topt.costs.cluster import Cluster
@@ -11,7 +11,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placements, Replicate
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_candidates import ModelSplit, SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 
 
@@ -32,10 +32,17 @@ def tensor_meshes(cluster: Cluster, count: int, size: int) -> Iterator[Mesh]:
             yield Mesh((Axis("data_replicate", data // shard, whole), Axis("data_shard", shard, inside), tensor))
 
 
-def tensor_steps(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> Iterator[TrainingStep]:
+def tensor_steps(
+    whole: TrainingStep,
+    split: SplitModel,
+    *,
+    mesh: Mesh,
+    is_needed: Callable[[TrainingStep], bool] | None = None,
+) -> Iterator[TrainingStep]:
     """Yield the steps of one rank on `mesh`, which has one tensor axis; `whole` is that of a data rank with nothing split.
 
-    Raises ValueError for several tensor axes.
+    `is_needed` is asked before a step is captured, with one that costs at most as much. Raises ValueError for several tensor
+    axes.
     """
     if len(mesh.tensor_axes) > 1:
         raise ValueError("the search splits along one tensor axis; give a plan that places parameters along several")
@@ -44,18 +51,26 @@ def tensor_steps(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> Itera
     prices = SplitPrices(
         whole.cluster, whole.optimizer, Group(size, mesh.stride([axis])), whole.batch_size / split.samples
     )
-    blocks = [block.name for block in whole.graph.blocks]
     for candidate in split.candidates(prices):
+        if is_needed is not None:
+            bound = split.bound_graph(candidate, prices)
+            if not is_needed(step_of(whole, bound, mesh=mesh, split=candidate)):
+                continue
         local = split.local_graph(candidate, size)
         if local is not None:
-            yield replace(
-                whole,
-                graph=local,
-                mesh=mesh,
-                optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
-                exchange=None,
-                split=candidate.by_block(blocks),
-            )
+            yield step_of(whole, local, mesh=mesh, split=candidate)
+
+
+def step_of(whole: TrainingStep, local: OpGraph, *, mesh: Mesh, split: ModelSplit) -> TrainingStep:
+    """Return the step `local` of one rank on `mesh` under `split`; `whole` as in `tensor_steps`."""
+    return replace(
+        whole,
+        graph=local,
+        mesh=mesh,
+        optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
+        exchange=None,
+        split=split.by_block([block.name for block in whole.graph.blocks]),
+    )
 
 
 def placed_parameters(step: TrainingStep) -> dict[str, tuple[tuple[str, Placements], ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_config import Replicate, Shard
+from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import PlanFrontier
+from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.tensor_meshes import placed_parameters, tensor_meshes, tensor_sizes, tensor_steps
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
-from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
+from lightning_topt.techniques.tensor_parallel.split_candidates import ModelSplit, SplitModel
 from tests.models import GPT
 
 DEVICE = Device("accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6)
@@ -105,3 +108,43 @@ def test_links_in_nodes_decide_on_tensor_axes(request_of_gpt: SearchRequest) -> 
         placed = [block.config.parameters for block in point.plan.blocks if block.block.startswith("blocks.")]
         assert bool(placed[0]) == ("tensor" in point.plan.mesh.names)
         assert len({tuple(each) for each in placed}) == 1
+
+
+def test_a_split_is_captured_only_where_its_plans_may_be_better(
+    request_of_gpt: SearchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is found is what a search finds that captures everything."""
+    assert request_of_gpt.split is not None
+    captured: list[int] = []
+
+    def counted(self: SplitModel, split: ModelSplit, ranks: int) -> OpGraph | None:
+        captured.append(ranks)
+        return local_graph(self, split, ranks)
+
+    local_graph, may_gain = SplitModel.local_graph, KnownPlans.may_gain
+    monkeypatch.setattr(SplitModel, "local_graph", counted)
+    slow = replace(NODES, intra=Link(1e-6, 1e9), inter=Link(1e-6, 1e9))
+    counts = []
+    for cluster, samples in ((slow, 256), (NODES, 8)):
+        request, found = replace(request_of_gpt, cluster=cluster, global_batch_size=samples), []
+        for decide in (may_gain, lambda known, table: True):
+            monkeypatch.setattr(KnownPlans, "may_gain", decide)
+            captured.clear()
+            found.append(search_plans(request).points)
+            counts.append(len(captured))
+        assert [(p.step_seconds, p.peak_bytes) for p in found[0]] == [(p.step_seconds, p.peak_bytes) for p in found[1]]
+    assert counts[0] == 0 < counts[1]
+    assert counts[2] > 0
+    assert any("tensor" in point.plan.mesh.names for point in found[0])
+
+
+def test_measured_kernels_are_not_bounded_by_formulas(
+    request_of_gpt: SearchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any) -> OpGraph:
+        raise AssertionError("a bound was asked for")
+
+    monkeypatch.setattr(SplitModel, "bound_graph", refused)
+    search_plans(replace(request_of_gpt, kernel_seconds={("aten.mm.default", "{}"): 1e-3}))
+    with pytest.raises(AssertionError, match="a bound was asked for"):
+        search_plans(request_of_gpt)

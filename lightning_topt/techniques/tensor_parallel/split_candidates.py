@@ -23,9 +23,10 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Placements, Replicate
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.split_bounds import SplitRegion, bound_graph
 from lightning_topt.techniques.tensor_parallel.split_capture import capture_split
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from lightning_topt.techniques.tensor_parallel.split_search import BlockSplit, Point, pareto, search_splits
+from lightning_topt.techniques.tensor_parallel.split_search import BlockSplit, Point, pareto, search_splits, walk_split
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 _CLOSE = 0.02
@@ -100,6 +101,17 @@ class SplitModel:
                 kept.append(split)
         return kept
 
+    def bound_graph(self, split: ModelSplit, prices: SplitPrices) -> OpGraph:
+        """Return a graph whose costs are at most those of `local_graph`, at the batch of `prices`, without a capture."""
+        regions = []
+        for blocks in self._alike:
+            calls = self.trace.calls_of(blocks[0], self._repeated)
+            whole = self.trace.whole_at(blocks[0], self._repeated)
+            walked = [*walk_split(calls, prices, split.placements, whole=whole)]
+            is_known = all(placed.outcome is not None for placed in walked)
+            regions.append(SplitRegion(blocks, walked if is_known else []))
+        return bound_graph(self.graph, regions, split.placements, ranks=prices.group.size)
+
     def local_graph(self, split: ModelSplit, ranks: int) -> OpGraph | None:
         """Return the graph of one of `ranks` ranks, captured once; None where the split step cannot be captured."""
         key = ranks, tuple(split.placements.items())
@@ -136,6 +148,20 @@ class SplitModel:
             if block.name in self._repeated:
                 groups.setdefault(block.group, []).append(block.name)
         return [[""], *groups.values()]
+
+    @cached_property
+    def _alike(self) -> list[list[str]]:
+        """Blocks that are split alike and run alike: modules of one structure may be called differently."""
+        ran: dict[str, list[Any]] = {}
+        for op in self.graph.ops:  # kernels of equal calls are the same objects
+            ran.setdefault(op.block, []).append((op.name.removeprefix(op.block), id(op.forward)))
+        found: list[list[str]] = []
+        for region in self._regions:
+            groups: dict[Any, list[str]] = {}
+            for block in region:
+                groups.setdefault(tuple(ran.get(block, ())), []).append(block)
+            found += groups.values()
+        return found
 
 
 def _is_close(split: ModelSplit, other: ModelSplit) -> bool:

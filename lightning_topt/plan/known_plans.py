@@ -12,7 +12,7 @@ below T + l M for one l, no plan lies below that corner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,52 +45,49 @@ class KnownPlans:
         if not len(self.costs) or not table.order:
             return True
         seconds, sizes = self.costs.T
-        if _least(table, np.zeros(1)) < seconds[0] or _fewest_bytes(table) < sizes[-1]:
+        ways = [*_ways(table)]
+        if max(_fewest_bytes(table, way) for way in ways) < sizes[-1]:
             return True
-        reached = _least(table, self._prices)
-        corners = seconds[1:, None] + self._prices * sizes[:-1, None]
-        return bool((corners > reached).all(axis=1).any())
+        reached = _least(table, ways, self._prices)
+        if reached[0] < seconds[0]:
+            return True
+        corners = seconds[1:, None] + self._prices[1:] * sizes[:-1, None]
+        return bool((corners > reached[1:]).all(axis=1).any())
 
     @cached_property
     def _prices(self) -> Array:
-        """Prices of a byte between the slopes of the known plans and beyond."""
+        """Prices of a byte: none, then those between the slopes of the known plans and beyond."""
         steps = np.diff(self.costs, axis=0)
         slopes = -steps[:, 0] / steps[:, 1] if len(steps) else np.ones(1)
-        return np.geomspace(slopes.min() / 4, slopes.max() * 4, _PRICES)
+        return np.concatenate([np.zeros(1), np.geomspace(slopes.min() / 4, slopes.max() * 4, _PRICES)])
 
 
-def _least(table: ChainTable, prices: Array) -> Array:
+# A way to bound the bytes of a plan from below: of distinct block costs bytes (config,) and how often; and bytes besides.
+Way = tuple[list[tuple[BlockCosts, Array, int]], float]
+
+
+def _least(table: ChainTable, ways: Sequence[Way], prices: Array) -> Array:
     """The least of seconds + price * bytes of any plan, at most (price,)."""
     found = np.full(len(prices), -np.inf)
-    for busy in (False, True):
-        for block_bytes, more in _sizes(table):
+    for blocks, more in ways:
+        for busy in (False, True):
             total = table.fixed_seconds + prices * (table.fixed_bytes + more)
-            for costs, size, count in block_bytes:
+            for costs, size, count in blocks:
                 seconds = costs.seconds + (costs.exchange - costs.backward if busy else 0.0)
-                total = total + count * np.min(
-                    seconds + prices[:, None] * np.where(np.isfinite(size), size, 0.0), axis=1
-                )
-            found = np.maximum(found, total)
+                total += count * (seconds + prices[:, None] * size).min(axis=1)
+            np.maximum(found, total, out=found)
     return found
 
 
-def _fewest_bytes(table: ChainTable) -> float:
-    """The fewest bytes of any plan, at least."""
-    return max(
-        table.fixed_bytes + more + sum(count * float(size.min()) for _, size, count in block_bytes)
-        for block_bytes, more in _sizes(table)
-    )
+def _fewest_bytes(table: ChainTable, way: Way) -> float:
+    return table.fixed_bytes + way[1] + sum(count * float(size.min()) for _, size, count in way[0])
 
 
-def _sizes(table: ChainTable) -> Iterator[tuple[list[tuple[BlockCosts, Array, int]], float]]:
-    """Yield ways to bound the bytes of a plan from below: of each distinct block costs, bytes (config,) and how often it is
-    there; and bytes besides.
-    """
+def _ways(table: ChainTable) -> Iterator[Way]:
+    """Yield the ways: while a block runs, the first and the last of each distinct one; when forward is over; in the update."""
     order = np.array(table.order)
-    ends = {
-        int(places[end]) for index in set(table.order) for places in [np.flatnonzero(order == index)] for end in (0, -1)
-    }
-    for position in sorted(ends):
+    places = (np.flatnonzero(order == index) for index in set(table.order))
+    for position in sorted({int(end) for of_block in places for end in (of_block[0], of_block[-1])}):
         for before, peak in (("kept", "hump"), ("held", "forward_hump")):
             parts = (order[:position], before), (order[position : position + 1], peak), (order[position + 1 :], "late")
             yield [each for blocks, name in parts for each in _counted(table, blocks, name)], 0.0
@@ -102,4 +99,5 @@ def _counted(table: ChainTable, blocks: Indices, name: str) -> Iterator[tuple[Bl
     for index, count in enumerate(np.bincount(blocks, minlength=len(table.blocks)).tolist()):
         if count:
             costs = table.blocks[index]
-            yield costs, costs.static + costs.cost(name), count
+            size = costs.static + costs.cost(name)  # infinite where that is forbidden: any bound will do
+            yield costs, np.where(np.isfinite(size), size, 0.0), count

@@ -49,7 +49,8 @@ class PlanFrontier:
 
     `exact` says whether the search proves that; where not, no plan is better than one of these by more than the share
     `error_bound` in both. `uniform` are plans that treat all blocks alike, whether others beat them or not: a choice may
-    prefer them (see `choose`). `frontier.json` holds exactly these fields (docs/schemas.md).
+    prefer them (see `choose`); with split parameters, where some plan of that split may be on the frontier. `frontier.json`
+    holds exactly these fields (docs/schemas.md).
     """
 
     points: tuple[PlanPoint, ...]

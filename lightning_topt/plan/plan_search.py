@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -26,8 +27,9 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.chains import Chain, Choices, search_chains
+from lightning_topt.plan.chains import Chain, Choices, FoundPlans, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
+from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
 from lightning_topt.plan.tensor_meshes import (
     placed_tensors,
@@ -91,13 +93,13 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
     points: list[PlanPoint] = []
     uniform: list[PlanPoint] = []
     for count in request.device_counts:
-        spaces = [*_spaces(request, count)]
-        if not spaces:
+        found_spaces = 0
+        for spaces, found in _searched(request, count):
+            points += [point for batch in found.batches for point in points_of(batch)]
+            uniform += [point for space in spaces if space.own for point in points_of(space.uniform())]
+            error_bound, found_spaces = max(error_bound, found.error_bound), found_spaces + len(spaces)
+        if not found_spaces:
             raise PlanError(_why_none(replace(request, device_counts=(count,))))
-        found = search_chains([c for space in spaces for c in space.chains()], max_seconds=request.max_seconds)
-        points += [point for batch in found.batches for point in points_of(batch)]
-        uniform += [point for space in spaces if space.own for point in points_of(space.uniform())]
-        error_bound = max(error_bound, found.error_bound)
     return PlanFrontier.of(
         points,
         uniform=uniform,
@@ -198,34 +200,44 @@ def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
 
 
 def local_graphs(request: SearchRequest) -> list[OpGraph]:
-    """Return the steps on slices that `search_plans` looks at, each once: their kernels may be measured before it."""
+    """Return the steps on slices that `search_plans` may look at, each once: their kernels may be measured before it."""
     steps = [step for count in request.device_counts for step, _ in _tensor_steps(request, count)]
     return [*{id(step.graph): step.graph for step in steps}.values()]
 
 
+def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[_Space], FoundPlans]]:
+    """Plans for `count` ranks and the best of them: without a tensor axis, then on the meshes with one that may be better."""
+    deadline = time.thread_time() + request.max_seconds
+    spaces = [*_spaces(request, count)]
+    found = search_chains([c for space in spaces for c in space.chains()], max_seconds=request.max_seconds)
+    yield spaces, found
+    if request.mesh is not None or request.own_batches:
+        return
+    known = KnownPlans.of(found.batches)
+    if spaces := [*_tensor_spaces(request, count, known)]:
+        chains = [c for space in spaces for c in space.chains() if known.may_gain(c.table)]
+        yield spaces, search_chains(chains, max_seconds=max(deadline - time.thread_time(), 1e-3))
+
+
 def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
-    """The plans for `count` ranks: on every mesh, with every exchange."""
+    """The plans for `count` ranks: on every mesh without a tensor axis, with every exchange; or on the given mesh."""
     cluster, samples = request.cluster, request.global_batch_size
     if request.mesh is not None:
         yield from _spaces_on(request, request.mesh)
-        return
-    if request.own_batches:
+    elif request.own_batches:
         for step, _ in _tensor_steps(request, count):
             whole = step_on(request, step.mesh)
             yield from _spaces_of(saving_no_computation(step, whole), (), shards=False)
-        return
-    if samples % count and not _tensor_sizes(request, count):
-        raise ValueError(
-            f"a global batch of {samples} samples cannot be divided evenly over {count} devices; choose a "
-            f"batch size that is a multiple of {count}, or other device counts"
-        )
-    if samples % count == 0:
+    elif samples % count == 0:
         first, *rest = meshes(cluster, count)
         legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in request.exchanges)
         exchanges = [*dict.fromkeys(itertools.chain.from_iterable(legal))]
         yield from _spaces_of(step_on(request, first), rest, shards=request.shards, exchanges=exchanges)
-    for step, others in _tensor_steps(request, count):
-        yield from _spaces_of(step, others, shards=request.shards)
+    elif not _tensor_sizes(request, count):
+        raise ValueError(
+            f"a global batch of {samples} samples cannot be divided evenly over {count} devices; choose a "
+            f"batch size that is a multiple of {count}, or other device counts"
+        )
 
 
 def _tensor_sizes(request: SearchRequest, count: int) -> list[int]:
@@ -234,8 +246,12 @@ def _tensor_sizes(request: SearchRequest, count: int) -> list[int]:
     return [size for size in sizes if request.own_batches or request.global_batch_size % (count // size) == 0]
 
 
-def _tensor_steps(request: SearchRequest, count: int) -> Iterator[tuple[TrainingStep, Sequence[Mesh]]]:
-    """The steps on slices, each on one mesh, and the other meshes of the same tensor axis."""
+def _tensor_steps(
+    request: SearchRequest, count: int, is_needed: Callable[[Sequence[Mesh], TrainingStep], bool] | None = None
+) -> Iterator[tuple[TrainingStep, Sequence[Mesh]]]:
+    """The steps on slices, each on one mesh, and the other meshes of the same tensor axis; `is_needed` as `tensor_steps` asks
+    it.
+    """
     if request.split is None or (request.mesh is not None and not request.mesh.tensor_axes):
         return
     if request.mesh is not None:
@@ -243,8 +259,24 @@ def _tensor_steps(request: SearchRequest, count: int) -> Iterator[tuple[Training
     else:
         of_tensor = [[*tensor_meshes(request.cluster, count, size)] for size in _tensor_sizes(request, count)]
     for first, *others in of_tensor:
-        for step in tensor_steps(step_on(request, first), request.split, mesh=first, layout=request.layout):
+        bound = None if is_needed is None else partial(is_needed, others)
+        whole = step_on(request, first)
+        for step in tensor_steps(whole, request.split, mesh=first, layout=request.layout, is_needed=bound):
             yield step, others
+
+
+def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Iterator[_Space]:
+    """The plans for `count` ranks on meshes with a tensor axis, those of splits with which some may be better than all of
+    `known`.
+    """
+
+    def is_needed(others: Sequence[Mesh], step: TrainingStep) -> bool:
+        spaces = _spaces_of(step, others, shards=request.shards)
+        return any(known.may_gain(chain.table) for space in spaces for chain in space.chains())
+
+    # Of kernels that are measured no formula is a bound.
+    for step, others in _tensor_steps(request, count, None if request.kernel_seconds else is_needed):
+        yield from _spaces_of(step, others, shards=request.shards)
 
 
 def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:

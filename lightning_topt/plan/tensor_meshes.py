@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,12 +38,18 @@ def tensor_meshes(cluster: Cluster, count: int, size: int) -> Iterator[Mesh]:
 
 
 def tensor_steps(
-    whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str = "tensor"
+    whole: TrainingStep,
+    split: SplitModel,
+    *,
+    mesh: Mesh,
+    layout: str = "tensor",
+    is_needed: Callable[[TrainingStep], bool] | None = None,
 ) -> Iterator[TrainingStep]:
     """Yield the steps of one rank on `mesh`, which has one tensor axis; `whole` is that of a data rank with nothing split.
 
-    In another `layout` than "tensor" there is one, along all tensor axes. Raises ValueError for several axes of "tensor", and
-    where the model cannot run in the other layout.
+    `is_needed` is asked before a step is captured, with one that costs at most as much. In another `layout` than "tensor"
+    there is one, along all tensor axes. Raises ValueError for several axes of "tensor", and where the model cannot run in the
+    other layout.
     """
     if layout != "tensor":
         yield layout_step(whole, split, mesh=mesh, layout=layout)[0]
@@ -52,6 +58,10 @@ def tensor_steps(
         raise ValueError("the search splits along one tensor axis; give a plan that places parameters along several")
     prices = prices_on(whole, split, mesh=mesh)
     for candidate in split.candidates(prices):
+        if is_needed is not None:
+            bound = split.bound_graph(candidate, prices)
+            if not is_needed(_step_of(bound, whole, mesh=mesh, split=candidate)):
+                continue
         step = step_under(candidate, whole, split, mesh=mesh)
         if step is not None:
             yield step
@@ -72,12 +82,19 @@ def step_under(chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, me
     """
     (axis,) = mesh.tensor_axes
     local = split.local_graph(chosen, mesh.shape[axis])
-    if local is None:
-        return None
-    optimizer = whole.optimizer.of_slices(_shares(local, whole.graph))
-    placed = chosen.by_block([block.name for block in whole.graph.blocks])
-    joined = _whole_bytes(whole.graph) - _whole_bytes(local) if whole.num_microbatches > 1 else 0.0
-    return replace(whole, graph=local, mesh=mesh, optimizer=optimizer, exchange=None, split=placed, joined_bytes=joined)
+    return None if local is None else _step_of(local, whole, mesh=mesh, split=chosen)
+
+
+def _step_of(local: OpGraph, whole: TrainingStep, *, mesh: Mesh, split: ModelSplit) -> TrainingStep:
+    return replace(
+        whole,
+        graph=local,
+        mesh=mesh,
+        optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
+        exchange=None,
+        split=split.by_block([block.name for block in whole.graph.blocks]),
+        joined_bytes=_whole_bytes(whole.graph) - _whole_bytes(local) if whole.num_microbatches > 1 else 0.0,
+    )
 
 
 def split_of(plan: ParallelPlan) -> ModelSplit:

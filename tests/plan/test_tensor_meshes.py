@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
+from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import PlanFrontier
 from lightning_topt.plan.explanation_report import whole_sentences
+from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_explanation import explain_plan
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
@@ -270,3 +273,43 @@ def test_kernels_that_were_measured_later_save_no_computation(own_batches: Searc
     mended = saving_no_computation(quick, whole)
     assert 2 * sum(times.sum() for times in quick.compute.values()) < least
     assert 2 * sum(times.sum() for times in mended.compute.values()) == pytest.approx(least)
+
+
+def test_a_split_is_captured_only_where_its_plans_may_be_better(
+    request_of_gpt: SearchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is found is what a search finds that captures everything."""
+    assert request_of_gpt.split is not None
+    captured: list[int] = []
+
+    def counted(self: SplitModel, split: ModelSplit, ranks: int) -> OpGraph | None:
+        captured.append(ranks)
+        return local_graph(self, split, ranks)
+
+    local_graph, may_gain = SplitModel.local_graph, KnownPlans.may_gain
+    monkeypatch.setattr(SplitModel, "local_graph", counted)
+    slow = replace(NODES, intra=Link(1e-6, 1e9), inter=Link(1e-6, 1e9))
+    counts = []
+    for cluster, samples in ((slow, 256), (NODES, 8)):
+        request, found = replace(request_of_gpt, cluster=cluster, global_batch_size=samples), []
+        for decide in (may_gain, lambda known, table: True):
+            monkeypatch.setattr(KnownPlans, "may_gain", decide)
+            captured.clear()
+            found.append(search_plans(request).points)
+            counts.append(len(captured))
+        assert [(p.step_seconds, p.peak_bytes) for p in found[0]] == [(p.step_seconds, p.peak_bytes) for p in found[1]]
+    assert counts[0] == 0 < counts[1]
+    assert counts[2] > 0
+    assert any("tensor" in point.plan.mesh.names for point in found[0])
+
+
+def test_measured_kernels_are_not_bounded_by_formulas(
+    request_of_gpt: SearchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any) -> OpGraph:
+        raise AssertionError("a bound was asked for")
+
+    monkeypatch.setattr(SplitModel, "bound_graph", refused)
+    search_plans(replace(request_of_gpt, kernel_seconds={("aten.mm.default", "{}"): 1e-3}))
+    with pytest.raises(AssertionError, match="a bound was asked for"):
+        search_plans(request_of_gpt)

@@ -72,7 +72,12 @@ TENSOR = Mesh((Axis("data", 2), Axis("tensor", 2)))
         (TENSOR, {"": OpConfig.zero(3, axes=2)}, None, "on the mesh data 2 x tensor 2"),
         (FLAT, {"": replace(PLAIN, outputs=((Partial(),),))}, None, "takes care of its outputs"),
         (FLAT, {"": OpConfig.zero(3), "a": OpConfig.zero(2)}, ExchangeOptions(method="bf16"), "needs whole gradients"),
-        (data_mesh(1), {"": PLAIN}, ExchangeOptions(method="bf16"), "a single rank along the data axes exchanges nothing"),
+        (
+            data_mesh(1),
+            {"": PLAIN},
+            ExchangeOptions(method="bf16"),
+            "a single rank along the data axes exchanges nothing",
+        ),
     ],
 )
 def test_what_nothing_runs_is_refused(

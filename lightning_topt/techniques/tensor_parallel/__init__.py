@@ -25,5 +25,6 @@ The planner looks at a rank without running it:
     split_prices        one call's seconds, collectives and bytes, by the decisions of the run
     split_search        which parameters of a block to split: Pareto sets, exact
     split_capture       the graph of a rank's own step
+    split_bounds        a graph that costs no more than that, without a capture
     split_candidates    splits of a whole model, block by block, and the steps of a rank under them
 """

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from typing_extensions import override
 
+from lightning_topt.graph.record import Recorder
 from lightning_topt.graph.structures import tensors_in as tensors_anywhere
 from lightning_topt.techniques.tensor_parallel.attributes import ATTRIBUTES, LOCAL
 from lightning_topt.techniques.tensor_parallel.composites import body_of
@@ -59,7 +61,7 @@ class Ref(NamedTuple):
 class TracedCall:
     """One call: `args` and `kwargs` with references, in the order of `inputs`; what it returned; and `saved` for backward,
     (memory, bytes) with None for memory that only autograd knows. `stack` are the modules around it, outermost first.
-    `with_grad`: autograd was on.
+    `with_grad`: autograd was on. `ops`: names of the operators of the graph that it ran in.
     """
 
     func: Callable[..., Any]
@@ -71,6 +73,7 @@ class TracedCall:
     stack: tuple[str, ...]
     in_place: bool
     with_grad: bool
+    ops: tuple[str, ...]
 
     @property
     def is_view(self) -> bool:
@@ -132,6 +135,7 @@ class _Tracer(TorchFunctionMode):
     def __init__(self, trace: FunctionTrace, module: nn.Module) -> None:
         super().__init__()
         self._trace, self._stack, self._count = trace, list[str](), 0
+        self._recorder: Recorder | None = None
         self._names: dict[int, str] = {}
         for name, parameter in module.named_parameters():
             self._names[id(parameter)] = name
@@ -142,6 +146,8 @@ class _Tracer(TorchFunctionMode):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
+        modes = _get_current_dispatch_mode_stack()
+        self._recorder = next((mode for mode in modes if isinstance(mode, Recorder)), None)
         with self:
             yield
 
@@ -184,13 +190,15 @@ class _Tracer(TorchFunctionMode):
                 return body(*args, **kwargs)
         given = list(tensors_in((*args, *kwargs.values())))
         inputs = tuple(map(self._ref, given))
+        count = len(self._recorder.recording.ops) if self._recorder is not None else 0
         with _packed() as packed:
             result = func(*args, **kwargs)
         if func is Tensor.__iter__:
             result = tuple(result)
         made = list(tensors_in((result,)))
         if made:
-            self._note(func, args, kwargs, inputs, (given, made, packed))
+            ops = self._recorder.names_since(count) if self._recorder is not None else ()
+            self._note(func, args, kwargs, inputs, (given, made, packed), ops)
         return iter(result) if func is Tensor.__iter__ else result
 
     def _note(
@@ -200,6 +208,7 @@ class _Tracer(TorchFunctionMode):
         kwargs: dict[str, Any],
         inputs: tuple[Ref, ...],
         tensors: tuple[list[Tensor], list[Tensor], list[tuple[int, int]]],
+        ops: tuple[str, ...],
     ) -> None:
         given, made, packed = tensors
         memories = {_address(tensor): ref.memory for tensor, ref in zip(given, inputs, strict=True)}
@@ -218,6 +227,7 @@ class _Tracer(TorchFunctionMode):
                 tuple(self._stack),
                 is_in_place(func, kwargs),
                 torch.is_grad_enabled(),
+                ops,
             )
         )
 

@@ -25,6 +25,7 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Placements, Replicate
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.split_bounds import SplitRegion, bound_graph
 from lightning_topt.techniques.tensor_parallel.split_capture import capture_split
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, make_layout
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
@@ -35,6 +36,7 @@ from lightning_topt.techniques.tensor_parallel.split_search import (
     pareto,
     price_split,
     search_splits,
+    walk_split,
 )
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
@@ -82,6 +84,7 @@ class SplitModel:
     device: torch.device | str = "cpu"
     _graphs: dict[Any, OpGraph | None] = field(default_factory=dict, compare=False, repr=False)
     _refusals: dict[Any, str] = field(default_factory=dict, compare=False, repr=False)
+    _bounded: set[int] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def samples(self) -> int:
@@ -118,10 +121,17 @@ class SplitModel:
                 kept.append(split)
         return kept
 
-    @property
-    def local_graphs(self) -> list[OpGraph | None]:
-        """All that `local_graph` returned."""
-        return [*self._graphs.values()]
+    def bound_graph(self, split: ModelSplit, prices: SplitPrices) -> OpGraph:
+        """Return a graph whose costs are at most those of `local_graph`, at the batch of `prices`, without a capture."""
+        self._bounded.add(prices.group.size)
+        regions = []
+        for blocks in self._alike:
+            calls = self.trace.calls_of(blocks[0], self._repeated)
+            whole = self.trace.whole_at(blocks[0], self._repeated)
+            walked = [*walk_split(calls, prices, split.placements, whole=whole)]
+            is_known = all(placed.outcome is not None for placed in walked)
+            regions.append(SplitRegion(blocks, walked if is_known else []))
+        return bound_graph(self.graph, regions, split.placements, ranks=prices.group.size)
 
     def local_graph(self, split: ModelSplit, ranks: int) -> OpGraph | None:
         """Return the graph of one of `ranks` ranks, captured once; None where the split step cannot be captured."""
@@ -162,9 +172,9 @@ class SplitModel:
 
     def why_whole(self, ranks: int) -> str:
         """Return why no step on slices over `ranks` ranks is known, once it was looked for: which module or parameters, and
-        why.
+        why. Empty where bounds of their costs alone left all of them out.
         """
-        if found := self.refusals(ranks):
+        if (found := self.refusals(ranks)) or ranks in self._bounded:
             return "; ".join(found)
         uneven = [p for p in self.graph.parameters if p.shape and all(size % ranks for size in p.shape)]
         if not uneven:
@@ -225,6 +235,20 @@ class SplitModel:
             if block.name in self._repeated:
                 groups.setdefault(block.group, []).append(block.name)
         return [[""], *groups.values()]
+
+    @cached_property
+    def _alike(self) -> list[list[str]]:
+        """Blocks that are split alike and run alike: modules of one structure may be called differently."""
+        ran: dict[str, list[Any]] = {}
+        for op in self.graph.ops:  # kernels of equal calls are the same objects
+            ran.setdefault(op.block, []).append((op.name.removeprefix(op.block), id(op.forward)))
+        found: list[list[str]] = []
+        for region in self._regions:
+            groups: dict[Any, list[str]] = {}
+            for block in region:
+                groups.setdefault(tuple(ran.get(block, ())), []).append(block)
+            found += groups.values()
+        return found
 
 
 def _without_way_out(error: ValueError) -> str:

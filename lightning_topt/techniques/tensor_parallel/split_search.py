@@ -23,7 +23,7 @@ from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.kinds_norms import NORM
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
 from lightning_topt.techniques.tensor_parallel.signatures import call_of
-from lightning_topt.techniques.tensor_parallel.split_prices import Collective, Outcome, SplitPrices
+from lightning_topt.techniques.tensor_parallel.split_prices import Collective, Move, Outcome, Saved, SplitPrices
 
 _MOST = 256  # points of a state
 _SMALL = 4  # a new dim of a reshaped tensor up to this size may be parts of it: queries, keys and values
@@ -75,30 +75,60 @@ def price_split(
     """Return what a step of the block takes with its parameters at `placements` (others whole), one call after another; None
     where that is not admitted. `collectives` gets those of the step, `priced` what every call takes of it.
     """
-    where: dict[int, Placement] = {}
-    made: set[Any] = set()
-    seconds = state = activations = 0.0
-    for call in calls:
-        for ref in call.inputs:
-            if ref.number not in where:
-                where[ref.number] = place = placements.get(ref.parameter or "", REPLICATE)
-                ranks = prices.group.size if isinstance(place, Shard) else 1
-                state += prices.parameter_bytes(ref) / ranks if ref.parameter is not None else 0.0
-        outcome = prices.outcome(call, [where[ref.number] for ref in call.inputs])
-        if outcome is None or not _stays_whole(call, outcome, whole):
+    state = activations = seconds = 0.0
+    parameters: set[int] = set()
+    for call, before, outcome, moves, saved in walk_split(calls, prices, placements, whole=whole):
+        if outcome is None:
             return None
-        new = [_key_of(call, move) for move in outcome.moves]
-        moves = [move for move, key in zip(outcome.moves, new, strict=True) if key is None or key not in made]
-        kept = [saved for saved in outcome.saved if saved.memory is None or saved[:2] not in made]
-        made |= {*new, *(saved[:2] for saved in kept)}
-        step = outcome.seconds + sum(move.seconds for move in moves), float(sum(saved.bytes for saved in kept))
+        for ref, place in zip(call.inputs, before, strict=True):
+            if ref.parameter is not None and ref.number not in parameters:
+                parameters.add(ref.number)
+                state += prices.parameter_bytes(ref) / (prices.group.size if isinstance(place, Shard) else 1)
+        step = outcome.seconds + sum(move.seconds for move in moves), float(sum(each.bytes for each in saved))
         seconds, activations = seconds + step[0], activations + step[1]
         if priced is not None:
-            priced.append(PricedCall(call, tuple(where[ref.number] for ref in call.inputs), outcome, *step))
+            priced.append(PricedCall(call, before, outcome, *step))
         if collectives is not None:
             collectives += [*(each for move in moves for each in move.collectives), *outcome.collectives]
-        where |= {ref.number: place for ref, place in zip(call.outputs, outcome.outputs, strict=True)}
     return BlockSplit(dict(placements), seconds, state, activations)
+
+
+class PlacedCall(NamedTuple):
+    """A `PlacedCall` is a call with its arguments at `placements`: what it does (None: it is not admitted), and what of its
+    moves and of what is saved was not there before.
+    """
+
+    call: TracedCall
+    placements: tuple[Placement, ...]
+    outcome: Outcome | None
+    moves: tuple[Move, ...] = ()
+    saved: tuple[Saved, ...] = ()
+
+
+def walk_split(
+    calls: Sequence[TracedCall],
+    prices: SplitPrices,
+    placements: Mapping[str, Placement],
+    *,
+    whole: Collection[int] = (),
+) -> Iterator[PlacedCall]:
+    """Yield the calls in order, parameters at `placements` (others whole); the last one is the first that is not admitted."""
+    where: dict[int, Placement] = {}
+    made: set[Any] = set()
+    for call in calls:
+        for ref in call.inputs:
+            where.setdefault(ref.number, placements.get(ref.parameter or "", REPLICATE))
+        before = tuple(where[ref.number] for ref in call.inputs)
+        outcome = prices.outcome(call, before)
+        if outcome is None or not _stays_whole(call, outcome, whole):
+            yield PlacedCall(call, before, None)
+            return
+        new = [_key_of(call, move) for move in outcome.moves]
+        moves = [move for move, key in zip(outcome.moves, new, strict=True) if key is None or key not in made]
+        saved = [each for each in outcome.saved if each.memory is None or each[:2] not in made]
+        made |= {*new, *(each[:2] for each in saved)}
+        where |= {ref.number: place for ref, place in zip(call.outputs, outcome.outputs, strict=True)}
+        yield PlacedCall(call, before, outcome, tuple(moves), tuple(saved))
 
 
 def _stays_whole(call: TracedCall, outcome: Outcome, whole: Collection[int]) -> bool:

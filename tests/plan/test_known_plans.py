@@ -1,0 +1,61 @@
+"""What `KnownPlans` says of a chain, against all its plans."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from lightning_topt.costs.chain_table import BlockCosts, ChainTable
+from lightning_topt.plan.known_plans import KnownPlans
+
+
+def table(rng: np.random.Generator) -> ChainTable:
+    """A chain of five blocks, two of them distinct, under three configurations each."""
+
+    def block() -> BlockCosts:
+        names = ("seconds", "backward", "exchange", "static", "kept", "late", "hump", "held", "forward_hump")
+        costs = {name: rng.uniform(0.1, 1.0, 3) for name in names}
+        return BlockCosts((0, 1, 2), **(costs | {"seconds": costs["seconds"] + costs["backward"]}))
+
+    return ChainTable((block(), block()), (0, 1, 1, 1, 0), (), *rng.uniform(0, 1, 3).tolist())
+
+
+def every_plan(of: ChainTable) -> np.ndarray:
+    return np.stack(of.evaluate(np.array([*itertools.product(range(3), repeat=5)])), axis=1)
+
+
+def known(costs: np.ndarray) -> KnownPlans:
+    """The best ones of `costs`."""
+    best = [c for c in costs if not ((costs <= c).all(axis=1) & (costs < c).any(axis=1)).any()]
+    return KnownPlans(np.unique(np.array(best), axis=0))
+
+
+@pytest.mark.parametrize("shift", [-0.2, 0.0, 0.03, 0.1, 0.3])
+def test_a_chain_that_is_dropped_has_no_plan_that_the_known_ones_do_not_beat(shift: float) -> None:
+    dropped = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        mine = table(rng)
+        plans = every_plan(mine)
+        # Plans of the same shape, a little better or worse; or those of another chain.
+        others = known(plans * (1 - shift) if seed % 2 else every_plan(table(rng)) * (1 - 3 * shift))
+        better = [p for p in plans if not (others.costs <= p).all(axis=1).any()]
+        if not others.may_gain(mine):
+            dropped += 1
+            assert not better
+    assert dropped or shift <= 0
+    assert dropped >= 20 or shift < 0.3
+
+
+def test_where_nothing_is_known_every_chain_may_gain() -> None:
+    assert KnownPlans.of(()).may_gain(table(np.random.default_rng(0)))
+
+
+def test_one_known_plan_is_enough_to_drop_a_chain() -> None:
+    mine = table(np.random.default_rng(1))
+    least = every_plan(mine).min(axis=0)
+    assert not KnownPlans(0.5 * least[None]).may_gain(mine)
+    assert KnownPlans(np.array([[0.5 * least[0], 1.01 * least[1]]])).may_gain(mine)
+    assert KnownPlans(np.array([[1.01 * least[0], 0.5 * least[1]]])).may_gain(mine)

@@ -11,26 +11,23 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-
-import numpy as np
 
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.exchange_model import legal_exchanges
 from lightning_topt.costs.optimizer import OptimizerProfile
-from lightning_topt.costs.sizes import ROOT
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
-from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.chains import Chain, Choices, FoundPlans, search_chains
+from lightning_topt.plan.chains import FoundPlans, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
+from lightning_topt.plan.plan_space import PlanSpace, spaces_of
 from lightning_topt.plan.tensor_meshes import (
     placed_tensors,
     saving_no_computation,
@@ -39,7 +36,6 @@ from lightning_topt.plan.tensor_meshes import (
     tensor_steps,
 )
 from lightning_topt.techniques.plan_batch import PlanBatch
-from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 
 
@@ -148,64 +144,13 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
     return found
 
 
-@dataclass(frozen=True)
-class _Space:
-    """Plans on one mesh: `groups` are storages that blocks may have beside one another, `own` those of uniform plans."""
-
-    costs: PlanCosts
-    groups: Sequence[Collection[Storage]]
-    own: Collection[Storage]
-
-    def chains(self) -> Iterator[Chain]:
-        """Yield one chain for each group and configuration of the block ``""``."""
-        for group in self.groups:
-            configs = self._configs(group)
-            if all(configs.values()):
-                choices = Choices(self.costs, configs)
-                yield from (Chain(choices, root) for root in configs[ROOT])
-
-    def uniform(self) -> PlanBatch:
-        """Return the plans with one storage for all blocks, without and with recomputation; a block that cannot have that takes
-        what is nearest.
-        """
-        configs = self._configs(self.own)
-        kinds = dict.fromkeys(config for several in configs.values() for config in several)
-        nearest = {
-            id(several): [_nearest(several, kind) for kind in kinds]
-            for several in {id(several): several for several in configs.values()}.values()
-        }
-        rows = dict.fromkeys(zip(*(nearest[id(several)] for several in configs.values()), strict=True))
-        return PlanBatch(self.costs, configs, np.array([*rows], np.intp))
-
-    def _configs(self, group: Collection[Storage]) -> dict[str, list[OpConfig]]:
-        """The configurations of each block whose storage is in `group`; blocks alike share one list."""
-        found: dict[int, list[OpConfig]] = {}
-        legal = {block.name: self.costs.configs(block) for block in self.costs.step.graph.blocks}
-        for several in legal.values():
-            if id(several) not in found:
-                found[id(several)] = [config for config in several if config.storage in group]
-        return {name: found[id(several)] for name, several in legal.items()}
-
-
-def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
-    """The index of the configuration that is most like `kind`."""
-
-    def distance(index: int) -> tuple[int, int, bool]:
-        config = configs[index]
-        axes = [len(c.storage.sharded_axes("optimizer_state")) for c in (config, kind)]
-        levels = abs(config.storage.level - kind.storage.level)
-        return abs(axes[0] - axes[1]), levels, config.recompute != kind.recompute
-
-    return min(range(len(configs)), key=distance)
-
-
 def local_graphs(request: SearchRequest) -> list[OpGraph]:
     """Return the steps on slices that `search_plans` may look at, each once: their kernels may be measured before it."""
     steps = [step for count in request.device_counts for step, _ in _tensor_steps(request, count)]
     return [*{id(step.graph): step.graph for step in steps}.values()]
 
 
-def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[_Space], FoundPlans]]:
+def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[PlanSpace], FoundPlans]]:
     """Plans for `count` ranks and the best of them: without a tensor axis, then on the meshes with one that may be better."""
     deadline = time.thread_time() + request.max_seconds
     spaces = [*_spaces(request, count)]
@@ -219,7 +164,7 @@ def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[_Sp
         yield spaces, search_chains(chains, max_seconds=max(deadline - time.thread_time(), 1e-3))
 
 
-def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
+def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
     """The plans for `count` ranks: on every mesh without a tensor axis, with every exchange; or on the given mesh."""
     cluster, samples = request.cluster, request.global_batch_size
     if request.mesh is not None:
@@ -227,12 +172,12 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[_Space]:
     elif request.own_batches:
         for step, _ in _tensor_steps(request, count):
             whole = step_on(request, step.mesh)
-            yield from _spaces_of(saving_no_computation(step, whole), (), shards=False)
+            yield from spaces_of(saving_no_computation(step, whole), (), shards=False)
     elif samples % count == 0:
         first, *rest = meshes(cluster, count)
         legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in request.exchanges)
         exchanges = [*dict.fromkeys(itertools.chain.from_iterable(legal))]
-        yield from _spaces_of(step_on(request, first), rest, shards=request.shards, exchanges=exchanges)
+        yield from spaces_of(step_on(request, first), rest, shards=request.shards, exchanges=exchanges)
     elif not _tensor_sizes(request, count):
         raise ValueError(
             f"a global batch of {samples} samples cannot be divided evenly over {count} devices; choose a "
@@ -265,18 +210,18 @@ def _tensor_steps(
             yield step, others
 
 
-def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Iterator[_Space]:
+def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Iterator[PlanSpace]:
     """The plans for `count` ranks on meshes with a tensor axis, those of splits with which some may be better than all of
     `known`.
     """
 
     def is_needed(others: Sequence[Mesh], step: TrainingStep) -> bool:
-        spaces = _spaces_of(step, others, shards=request.shards)
+        spaces = spaces_of(step, others, shards=request.shards)
         return any(known.may_gain(chain.table) for space in spaces for chain in space.chains())
 
     # Of kernels that are measured no formula is a bound.
     for step, others in _tensor_steps(request, count, None if request.kernel_seconds else is_needed):
-        yield from _spaces_of(step, others, shards=request.shards)
+        yield from spaces_of(step, others, shards=request.shards)
 
 
 def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
@@ -287,7 +232,7 @@ def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
     return TrainingStep(*common, returns_memory=request.returns_memory, num_microbatches=batches)
 
 
-def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[_Space]:
+def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[PlanSpace]:
     """The plans on one mesh."""
     parts = mesh.data_parallel_size
     if request.global_batch_size % parts:
@@ -296,11 +241,11 @@ def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[_Space]:
             f"batch size that is a multiple of {parts}"
         )
     if not mesh.tensor_axes:
-        yield from _spaces_of(step_on(request, mesh), (), shards=request.shards)
+        yield from spaces_of(step_on(request, mesh), (), shards=request.shards)
         return
     assert request.split is not None, "a mesh with a tensor axis needs a model that can be split"
     for split, _ in _tensor_steps(request, mesh.size):
-        yield from _spaces_of(split, (), shards=request.shards)
+        yield from spaces_of(split, (), shards=request.shards)
 
 
 def why_unsplit(request: SearchRequest, found: Iterable[PlanPoint]) -> dict[int, str]:
@@ -330,34 +275,3 @@ def _why_none(request: SearchRequest) -> str:
     return (
         f"nothing of this model can be split over {sizes} ranks: {whys}. Choose another number of ranks or another plan"
     )
-
-
-def _spaces_of(
-    step: TrainingStep, others: Sequence[Mesh], *, shards: bool, exchanges: Sequence[ExchangeOptions] = ()
-) -> Iterator[_Space]:
-    """The plans of `step`, on its mesh and on `others` of as many ranks."""
-    for exchange in (None, *exchanges):
-        yield _whole_gradients(PlanCosts(step if exchange is None else replace(step, exchange=exchange)))
-    if shards:
-        returning = step if step.returns_memory else replace(step, returns_memory=True)
-        for mesh in (step.mesh, *others):
-            yield _sharded_gradients(PlanCosts(returning.on(mesh)))
-
-
-def _storages(costs: PlanCosts) -> list[Storage]:
-    found = (config.storage for block in costs.step.graph.blocks for config in costs.configs(block))
-    return [*dict.fromkeys(found)]
-
-
-def _whole_gradients(costs: PlanCosts) -> _Space:
-    """Plans of plain data parallelism by themselves, then all whose gradients are whole."""
-    whole = [storage for storage in _storages(costs) if not storage.sharded_axes("gradients")]
-    plain = [storage for storage in whole if storage.level == 0]
-    return _Space(costs, [plain, whole] if whole != plain else [plain], own=whole)
-
-
-def _sharded_gradients(costs: PlanCosts) -> _Space:
-    """Plans that only the mesh of `costs` has: gradients sharded along its last axis, by themselves and with all others."""
-    storages, axes = _storages(costs), costs.step.mesh.data_axes
-    own = [storage for storage in storages if storage.sharded_axes("gradients") == axes[-1:]]
-    return _Space(costs, [own, storages] if own else [], own=own)

@@ -147,7 +147,7 @@ def make_layout(
 
 
 def _in_two(role: Role | None, single: Mapping[str, Placement], name: str) -> tuple[Placement, Placement]:
-    """Where a parameter is along the axis of the search and along the second one."""
+    """Return where a parameter is along the axis of the search and along the second one."""
     own = single.get(name, REPLICATE)
     if role is None:
         return own, REPLICATE
@@ -198,7 +198,7 @@ def _shape_at_border(trace: FunctionTrace, repeated: Collection[str]) -> tuple[i
 
 
 def _rows(layout: str, shape: tuple[int, ...], sizes: Sequence[int]) -> Placements:
-    """Where rows are along all axes: samples where these divide, else steps."""
+    """Return where rows are along all axes: samples where these divide, else steps."""
     lead, count = shape[:-1], len(sizes)
     last = min(1, len(lead) - 1)
     choices: list[tuple[int, ...]] = [(0,) * count, (0, *(last for _ in sizes[1:])), (last,) * count]

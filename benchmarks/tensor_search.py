@@ -1,0 +1,165 @@
+"""How long the whole search takes over meshes with and without a tensor axis: CPU seconds, minimum and median.
+
+    python -m benchmarks.tensor_search                       # two minutes
+    python -m benchmarks.tensor_search --against ../before   # also with the package of another checkout, in turns
+
+The model is the GPT of `topt plan` (hidden 1024, 16 heads, float32, AdamW), on the meta device; its whole step is captured
+before, at two batch sizes. Every run searches from the captured step again, in a process that has searched once: candidates for
+splits, captures of a rank's step, prices, chains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = 5
+# layers, devices, cluster, samples of a step, steps of a sample
+CASES = (
+    (24, 8, "a100_8x8", 8, 1024),
+    (48, 64, "a100_8x8", 64, 1024),
+    (24, 8, "h100_2x8", 8, 1024),
+    (24, 8, "a100_8x8", 2, 1024),
+    (48, 64, "a100_8x8", 16, 1024),
+)
+
+
+def measure(layers: int, devices: int, name: str, samples: int, steps: int) -> dict[str, Any]:
+    """Search once to load what is loaded once, then five times with and five times without tensor axes, here."""
+    import torch  # noqa: PLC0415
+
+    from lightning_topt.cli.tasks.byte_lm import ByteGPT  # noqa: PLC0415
+    from lightning_topt.costs.cluster import Cluster  # noqa: PLC0415
+    from lightning_topt.costs.optimizer import read_optimizer  # noqa: PLC0415
+    from lightning_topt.graph.capture import capture  # noqa: PLC0415
+    from lightning_topt.graph.meta_build import build_on_meta  # noqa: PLC0415
+    from lightning_topt.plan.plan_search import SearchRequest, search_plans  # noqa: PLC0415
+    from lightning_topt.plugins.planning import make_fake_optimizers  # noqa: PLC0415
+    from lightning_topt.techniques.tensor_parallel import split_candidates  # noqa: PLC0415
+    from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace  # noqa: PLC0415
+
+    warnings.simplefilter("ignore")
+    captures: list[float] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        started = time.process_time()
+        try:
+            return capture_split(*args, **kwargs)
+        finally:
+            captures.append(time.process_time() - started)
+
+    capture_split = split_candidates.capture_split
+    split_candidates.capture_split = counted
+    module: Any = build_on_meta(lambda: ByteGPT(layers, 1024, 16, seq_len=steps))
+    batch, trace = torch.zeros(2, steps + 1, dtype=torch.long), FunctionTrace()
+    graph = capture(module, batch, adapt=trace.of)
+    optimizers, named = make_fake_optimizers(module, device=torch.device("cpu"))
+    profile = read_optimizer(optimizers, named_parameters=named)
+    cluster = Cluster.load(ROOT / f"conf/cluster/{name}.yaml")
+
+    def search(*, splits: bool) -> tuple[float, Any]:
+        model = split_candidates.SplitModel(module, batch, graph, trace) if splits else None
+        request = SearchRequest(graph, cluster, profile, (devices,), samples, split=model)
+        started = time.process_time()
+        found = search_plans(request)
+        return time.process_time() - started, found
+
+    search(splits=True)
+    captures.clear()
+    runs = [search(splits=True) for _ in range(RUNS)]
+    found = runs[0][1]
+    result = {
+        "seconds": [seconds for seconds, _ in runs],
+        "captures": len(captures) // RUNS,
+        "capture_seconds": sum(captures) / RUNS,
+        "points": len(found.points),
+        "split": sum("tensor" in point.plan.mesh.names for point in found.points),
+        "error": found.error_bound,
+        "without": [search(splits=False)[0] for _ in range(RUNS)] if samples % devices == 0 else [],
+    }
+    result["frontier"] = [(point.step_seconds, point.peak_bytes) for point in found.points]
+    return result
+
+
+def measure_at(checkout: Path, case: tuple[Any, ...]) -> dict[str, Any]:
+    """The same in a new process with the package of `checkout`."""
+    code = (
+        "import json, sys, types; sys.path.insert(0, sys.argv[1]); benchmarks = types.ModuleType('benchmarks');"
+        "benchmarks.__path__ = [sys.argv[2]]; sys.modules['benchmarks'] = benchmarks;"
+        "from benchmarks.tensor_search import measure; print(json.dumps(measure(*json.loads(sys.argv[3]))))"
+    )
+    command = [sys.executable, "-P", "-c", code, str(checkout), str(ROOT / "benchmarks"), json.dumps(case)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return result
+
+
+def row(case: tuple[Any, ...], mine: dict[str, Any], before: dict[str, Any] | None) -> str:
+    layers, devices, cluster, samples, steps = case
+    error = "0 (exact)" if not mine["error"] else f"{100 * mine['error']:.2g} %"
+    cells = [
+        f"{layers} layers on {devices} of {cluster}, {samples} x {steps}",
+        spread(mine["seconds"]),
+        f"{mine['captures']} in {mine['capture_seconds']:.2f}",
+        spread(mine["without"]) if mine["without"] else "none",
+        f"{mine['points']}, {mine['split']} split",
+        error,
+    ]
+    if before is not None:
+        same = "the same" if before["frontier"] == mine["frontier"] else "others"
+        cells += [spread(before["seconds"]), f"{before['captures']} in {before['capture_seconds']:.2f}", same]
+    return "| " + " | ".join(cells) + " |"
+
+
+def spread(seconds: list[float]) -> str:
+    return f"{min(seconds):.2f}, {statistics.median(seconds):.2f}"
+
+
+def main() -> None:
+    from benchmarks.common import RESULTS, machine  # noqa: PLC0415
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--against", type=Path)
+    against = parser.parse_args().against
+    against = against.resolve() if against else None
+    heads = [
+        "model, cluster, batch",
+        "search",
+        "captures",
+        "without tensor axes",
+        "plans on the frontier",
+        "error bound",
+    ]
+    heads += ["before: search", "captures", "frontier"] if against else []
+    lines = [
+        "# Search over all meshes with a tensor axis",
+        "",
+        "`python -m benchmarks.tensor_search" + (" --against <checkout>`" if against else "`"),
+        "",
+        machine(),
+        f"- load average before the run: {os.getloadavg()[0]:.1f}",
+        f"- CPU seconds of one process, minimum and median of {RUNS}; captures: how many, and their seconds together (mean)",
+        "- batch: samples of a step over all ranks x steps of a sample",
+        "",
+        "| " + " | ".join(heads) + " |",
+        "|" + "---|" * len(heads),
+    ]
+    for case in CASES:
+        mine = measure_at(ROOT, case)
+        lines.append(row(case, mine, measure_at(against, case) if against else None))
+        print(lines[-1], flush=True)
+    (RESULTS / "tensor_search.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

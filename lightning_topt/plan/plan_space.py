@@ -19,7 +19,9 @@ from lightning_topt.techniques.plan_costs import PlanCosts
 
 @dataclass(frozen=True)
 class PlanSpace:
-    """A `PlanSpace` holds the plans on one mesh: `groups` are storages that blocks may have beside one another, `own` those of uniform plans."""
+    """A `PlanSpace` holds the plans on one mesh: `groups` are storages that blocks may have beside one another, `own` those of
+    uniform plans.
+    """
 
     costs: PlanCosts
     groups: Sequence[Collection[Storage]]

@@ -60,7 +60,7 @@ def tensor_steps(
     for candidate in split.candidates(prices):
         if is_needed is not None:
             bound = split.bound_graph(candidate, prices)
-            if not is_needed(_step_of(bound, whole, mesh=mesh, split=candidate)):
+            if not is_needed(step_of(whole, bound, mesh=mesh, split=candidate)):
                 continue
         step = step_under(candidate, whole, split, mesh=mesh)
         if step is not None:
@@ -82,10 +82,11 @@ def step_under(chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, me
     """
     (axis,) = mesh.tensor_axes
     local = split.local_graph(chosen, mesh.shape[axis])
-    return None if local is None else _step_of(local, whole, mesh=mesh, split=chosen)
+    return None if local is None else step_of(whole, local, mesh=mesh, split=chosen)
 
 
-def _step_of(local: OpGraph, whole: TrainingStep, *, mesh: Mesh, split: ModelSplit) -> TrainingStep:
+def step_of(whole: TrainingStep, local: OpGraph, *, mesh: Mesh, split: ModelSplit) -> TrainingStep:
+    """Return the step `local` of one rank on `mesh` under `split`; `whole` as in `tensor_steps`."""
     return replace(
         whole,
         graph=local,

@@ -191,7 +191,7 @@ def _shapes(trace: FunctionTrace) -> dict[str, tuple[int, ...]]:
 
 
 def _shape_at_border(trace: FunctionTrace, repeated: Collection[str]) -> tuple[int, ...]:
-    """Of the first tensor that enters one of the blocks; without such blocks, that is computed."""
+    """Return the shape of the first tensor that enters one of the blocks; without such blocks, that is computed."""
     entering = (b.shapes[0] for b in trace.borders if b.module in repeated and not b.is_end and b.shapes)
     computed = (ref.shape for call in trace.calls for ref in call.outputs if len(ref.shape) > 1)
     return next(entering, None) or next(computed, (0, 0))

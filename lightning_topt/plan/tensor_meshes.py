@@ -56,6 +56,7 @@ def tensor_steps(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> Itera
                 optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
                 exchange=None,
                 split=candidate.by_block(blocks),
+                split_calls=split.calls(candidate),
                 joined_bytes=_whole_bytes(whole.graph) - _whole_bytes(local) if whole.num_microbatches > 1 else 0.0,
             )
 

@@ -65,16 +65,17 @@ def seconds_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, float]:
     """Return the work of a step by kind, in seconds, whether it is in the way of anything or not."""
     times = [costs.block_seconds(name, config) for name, config in configs.items()]
     compute = [costs.step.compute[name] for name in configs]
-    shared, count = costs.plan_seconds(configs) - costs.step.sent_seconds, costs.step.num_microbatches
+    step, count = costs.step, costs.step.num_microbatches
+    shared = costs.plan_seconds(configs) - step.sent_seconds - step.host_seconds
     return {
-        "forward": count * float(sum(forward.sum() for forward, _ in compute)),
+        "forward": count * float(sum(forward.sum() for forward, _ in compute)) + step.host_seconds,
         "backward": count * float(sum(backward.sum() for _, backward in compute)),
         "recompute": count * sum(time.recompute for time in times),
         "update": sum(time.update for time in times) + shared,
         "gather": sum(sum(time.gather_foreground) + sum(time.gather_background) for time in times),
         "reduce": sum(time.reduce_foreground + time.reduce_background for time in times),
         "broadcast": sum(time.broadcast for time in times),
-        "buffers": costs.step.sent_seconds,
+        "buffers": step.sent_seconds,
     }
 
 

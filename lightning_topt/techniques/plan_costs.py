@@ -181,7 +181,7 @@ class PlanCosts:
 
     def shared_seconds(self, placed: Mapping[Technique, frozenset[str]]) -> float:
         """Return what every plan takes, and what techniques take for all the blocks that they place."""
-        ours = self.step.sent_seconds + self.step.accumulation_seconds
+        ours = self.step.sent_seconds + self.step.accumulation_seconds + self.step.host_seconds
         return sum(t.plan_seconds(self.step, blocks) for t, blocks in placed.items()) + ours
 
     # ---- parts ------------------------------------------------------------------------------------------------------

@@ -100,6 +100,15 @@ class SplitModel:
                 kept.append(split)
         return kept
 
+    def calls(self, split: ModelSplit) -> int:
+        """Return how often a forward calls torch functions in the parts of the model in which `split` splits parameters."""
+        parts = {block_of(name, {"", *self._repeated}) for name in split.placements}
+        return sum(
+            len(region) * len(self.trace.calls_of(region[0], self._repeated))
+            for region in self._regions
+            if not parts.isdisjoint(region)
+        )
+
     @property
     def local_graphs(self) -> list[OpGraph | None]:
         """All that `local_graph` returned."""

@@ -60,7 +60,7 @@ def tensor_steps(
     for candidate in split.candidates(prices):
         if is_needed is not None:
             bound = split.bound_graph(candidate, prices)
-            if not is_needed(step_of(whole, bound, mesh=mesh, split=candidate)):
+            if not is_needed(step_of(whole, bound, mesh=mesh, split=candidate, calls=split.calls(candidate))):
                 continue
         step = step_under(candidate, whole, split, mesh=mesh)
         if step is not None:
@@ -82,11 +82,13 @@ def step_under(chosen: ModelSplit, whole: TrainingStep, split: SplitModel, *, me
     """
     (axis,) = mesh.tensor_axes
     local = split.local_graph(chosen, mesh.shape[axis])
-    return None if local is None else step_of(whole, local, mesh=mesh, split=chosen)
+    return None if local is None else step_of(whole, local, mesh=mesh, split=chosen, calls=split.calls(chosen))
 
 
-def step_of(whole: TrainingStep, local: OpGraph, *, mesh: Mesh, split: ModelSplit) -> TrainingStep:
-    """Return the step `local` of one rank on `mesh` under `split`; `whole` as in `tensor_steps`."""
+def step_of(whole: TrainingStep, local: OpGraph, *, mesh: Mesh, split: ModelSplit, calls: int = 0) -> TrainingStep:
+    """Return the step `local` of one rank on `mesh` under `split`, which splits so many `calls`; `whole` as in
+    `tensor_steps`.
+    """
     return replace(
         whole,
         graph=local,
@@ -94,6 +96,7 @@ def step_of(whole: TrainingStep, local: OpGraph, *, mesh: Mesh, split: ModelSpli
         optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
         exchange=None,
         split=split.by_block([block.name for block in whole.graph.blocks]),
+        split_calls=calls,
         joined_bytes=_whole_bytes(whole.graph) - _whole_bytes(local) if whole.num_microbatches > 1 else 0.0,
     )
 

@@ -109,7 +109,8 @@ def seconds_by_kind(costs: PlanCosts, configs: Configs) -> dict[str, float]:
     """Return the work of a step by kind, in seconds, whether it is in the way of anything or not."""
     blocks = [_block_seconds(costs, name, config) for name, config in configs.items()]
     found = {kind: sum(block[kind] for block in blocks) for kind in blocks[0]}
-    found["update"] += costs.plan_seconds(configs) - costs.step.sent_seconds
+    found["forward"] += costs.step.host_seconds
+    found["update"] += costs.plan_seconds(configs) - costs.step.sent_seconds - costs.step.host_seconds
     return {**found, "buffers": costs.step.sent_seconds}
 
 

@@ -221,7 +221,7 @@ class PlanCosts:
     @property
     def shared_seconds(self) -> float:
         """Seconds that every plan takes."""
-        return self.step.sent_seconds + self.step.accumulation_seconds
+        return self.step.sent_seconds + self.step.accumulation_seconds + self.step.host_seconds
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 

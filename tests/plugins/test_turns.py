@@ -42,14 +42,16 @@ class OwnBatches:
 class Rich(GPT):
     """A loss within the batch and a mean over what is not ignored; dropout, batch norm, metrics, logs of all kinds."""
 
-    def __init__(self, width: int = 16, dropout: float = 0.1) -> None:
+    def __init__(self, width: int = 16, dropout: float = 0.1, *, collects: bool = False) -> None:
         super().__init__(width=width, heads=2, dropout=dropout)
         self.batch_norm = nn.BatchNorm1d(width)
         self.right = torchmetrics.Accuracy("multiclass", num_classes=32, ignore_index=-100)
         self.seen = torchmetrics.CatMetric()
-        alike = {"num_classes": 32, "ignore_index": -100}  # so they share their states
-        several = (torchmetrics.Precision("multiclass", **alike), torchmetrics.Recall("multiclass", **alike))
-        self.several = torchmetrics.MetricCollection([*several], prefix="of_all_")
+        self.several: torchmetrics.MetricCollection | None = None
+        if collects:  # they share their states; whether they may, they ask values, which a search does not know
+            kinds = (torchmetrics.Precision, torchmetrics.Recall)
+            several = [kind("multiclass", num_classes=32, ignore_index=-100) for kind in kinds]
+            self.several = torchmetrics.MetricCollection(several, prefix="of_all_")
         self.outputs: list[Any] = []
         self.evaluated: list[float] = []
 
@@ -69,7 +71,8 @@ class Rich(GPT):
         targets = batch["nested"][0]
         self.right(logits.detach().argmax(-1), targets)
         self.seen.update(batch["tokens"].sum().float())
-        self.several.update(logits.detach().argmax(-1), targets)
+        if self.several is not None:
+            self.several.update(logits.detach().argmax(-1), targets)
         self.log("right", self.right, on_step=True, on_epoch=True)
         self.log_dict({"words": words, "within": within}, on_step=True, on_epoch=True, batch_size=len(targets))
         self.log("mean", words, sync_dist=True, on_step=True, on_epoch=True, batch_size=len(targets))
@@ -91,8 +94,9 @@ class Rich(GPT):
     def on_train_epoch_end(self) -> None:
         self.log("seen", self.seen.compute().sum())
         self.seen.reset()
-        self.log_dict(self.several.compute())
-        self.several.reset()
+        if self.several is not None:
+            self.log_dict(self.several.compute())
+            self.several.reset()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
@@ -155,7 +159,7 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     found = []
     for topt in (False, True):
         torch.manual_seed(rank)
-        module = Rich(case.width)
+        module = Rich(case.width, collects=case.given is not None)
         rest = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
         strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
         found.append(results_of(strategy or make_trainer("ddp", devices=case.ranks, **rest), module, 10 + rank))

@@ -133,6 +133,15 @@ class SplitModel:
             regions.append(SplitRegion(blocks, walked if is_known else []))
         return bound_graph(self.graph, regions, split.placements, ranks=prices.group.size)
 
+    def calls(self, split: ModelSplit) -> int:
+        """Return how often a forward calls torch functions in the parts of the model in which `split` splits parameters."""
+        parts = {block_of(name, {"", *self._repeated}) for name in split.placements}
+        return sum(
+            len(region) * len(self.trace.calls_of(region[0], self._repeated))
+            for region in self._regions
+            if not parts.isdisjoint(region)
+        )
+
     def local_graph(self, split: ModelSplit, ranks: int) -> OpGraph | None:
         """Return the graph of one of `ranks` ranks, captured once; None where the split step cannot be captured."""
         placements = {name: (placement,) for name, placement in split.placements.items()}

@@ -147,6 +147,12 @@ class Engine:
                 stack.enter_context(applied.around_step())
             yield
 
+    def whole(self, value: Any) -> Any:
+        """Return what a step returned, with whole tensors; within `around_step`. A collective call where some are split."""
+        for applied in self._applied:
+            value = applied.whole(value)
+        return value
+
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
         """Within it, backward accumulates gradients and leaves the exchange to a later backward, where that helps.

@@ -300,22 +300,23 @@ class AutoParallelStrategy(DataRanks):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._evaluation():
-            return super().validation_step(*args, **kwargs)
+            return self._whole(super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._evaluation():
-            return super().test_step(*args, **kwargs)
+            return self._whole(super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluation():
-            return super().predict_step(*args, **kwargs)
+            return self._whole(super().predict_step(*args, **kwargs))
 
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:
         if self._engine is None or not self._engine.has_shards:
-            yield
+            with self._around_step():
+                yield
             return
         # Parameters gathered in inference mode would be inference tensors, which the next training step cannot update.
         with torch.inference_mode(False), torch.no_grad(), self._around_step():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -16,6 +16,8 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.engine_checkpoints import EngineCheckpoints
 from lightning_topt.plugins.read_options import GivenPlan, MeshPlan
+
+T = TypeVar("T")
 
 
 class DataRanks(EngineCheckpoints):
@@ -77,4 +79,10 @@ class DataRanks(EngineCheckpoints):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._around_step():
-            return super().training_step(*args, **kwargs)
+            return self._whole(super().training_step(*args, **kwargs))
+
+    def _whole(self, output: T) -> T:
+        """Make what a step returns whole."""
+        if self._engine is not None and self._running:
+            output = self._engine.whole(output)
+        return output

@@ -132,13 +132,14 @@ class Applied:
     original one. `attach` makes the step of an optimizer over the parameters follow, and returns the step that shares it over
     ranks, if there is one. Within `no_sync` gradients are accumulated and their exchange left to a later backward, where that
     helps. `reshard` releases gathered parameters. `split` says how parameters, which stay the same objects, are cut along
-    tensor axes; forward and backward must run within `around_step`.
+    tensor axes; forward and backward must run within `around_step`, and `whole` makes whole tensors of what a step returns.
     """
 
     undo: Callable[[], None]
     replaced: Mapping[Tensor, Tensor] = field(default_factory=dict)
     split: Mapping[Tensor, SplitTensor] = field(default_factory=dict)
     around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
+    whole: Callable[[Any], Any] = lambda value: value
     attach: Callable[[Optimizer], ParallelStep | None] = _leave_alone
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     reshard: Callable[[], None] = lambda: None

@@ -117,6 +117,7 @@ class TensorParallelism(Technique):
             replaced={one.original: one.slice for one in split},
             split={one.original: one.how for one in split},
             around_step=mode.on,
+            whole=mode.whole,
         )
 
 
@@ -134,9 +135,15 @@ class _SplitForward:
     """A module's forward in the mode, whoever calls it: a step, a hook of the user, or backward, to recompute it."""
 
     def __init__(
-        self, module: nn.Module, mode: SplitMode, layouts: Mapping[str, Layout], rule: BlockRule | None
+        self,
+        module: nn.Module,
+        mode: SplitMode,
+        layouts: Mapping[str, Layout],
+        rule: BlockRule | None,
+        *,
+        is_root: bool,
     ) -> None:
-        self.forward, self.mode, self.own = module.forward, mode, module._parameters
+        self.forward, self.mode, self.own, self.is_root = module.forward, mode, module._parameters, is_root
         self.layouts, self.rule = layouts, rule
         self.arrived: list[Layout | None] | None = None
 
@@ -151,10 +158,12 @@ class _SplitForward:
                 if known is not None:
                     with_layout(tensor, known)
             self.arrived = None
+        is_outside = self.is_root and not self.mode.is_on
         with self.mode.on():
             if self.rule is not None:
                 return self.mode.run_block(self.rule, self.forward, args, kwargs)
-            return self.forward(*args, **kwargs)
+            result = self.forward(*args, **kwargs)
+            return self.mode.whole(result) if is_outside else result
 
 
 def _before_block(
@@ -186,7 +195,7 @@ def _wrap(
         if not (any(p in layouts for p in module.parameters()) or (rules and (is_root or module in by_block))):
             continue
         own = {name: layouts[p] for name, p in module._parameters.items() if p in layouts}
-        wrapped[module] = module.forward = _SplitForward(module, mode, own, by_block.get(module))
+        wrapped[module] = module.forward = _SplitForward(module, mode, own, by_block.get(module), is_root=is_root)
     return wrapped
 
 

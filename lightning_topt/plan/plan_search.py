@@ -53,7 +53,7 @@ class SearchRequest:
             `error_bound`.
         split: the same step as one whose parameters can be split over tensor axes; None: no mesh has one.
         mesh: the only mesh to look at, of as many ranks as each of `device_counts`; None: all.
-        layout: of the tensor axes of `mesh` (`split_layouts.LAYOUTS`).
+        layout: of the tensor axes of `mesh` (`split_layouts.LAYOUTS`); none: any of one axis.
     """
 
     graph: OpGraph
@@ -69,7 +69,7 @@ class SearchRequest:
     max_seconds: float = 10.0
     split: SplitModel | None = None
     mesh: Mesh | None = None
-    layout: str = "tensor"
+    layout: str = ""
 
 
 def search_plans(request: SearchRequest) -> PlanFrontier:

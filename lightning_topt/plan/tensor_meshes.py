@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -35,15 +36,14 @@ def tensor_meshes(cluster: Cluster, count: int, size: int) -> Iterator[Mesh]:
             yield Mesh((Axis("data_replicate", data // shard, whole), Axis("data_shard", shard, inside), tensor))
 
 
-def tensor_steps(
-    whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str = "tensor"
-) -> Iterator[TrainingStep]:
+def tensor_steps(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str = "") -> Iterator[TrainingStep]:
     """Yield the steps of one rank on `mesh`, which has one tensor axis; `whole` is that of a data rank with nothing split.
 
-    In another `layout` than "tensor" there is one, along all tensor axes. Raises ValueError for several axes of "tensor", and
-    where the model cannot run in the other layout.
+    In the `layout` "tensor" tensors are whole between layers; without one, the last step has them split by step. In another
+    layout there is one step, along all tensor axes. Raises ValueError for several axes without such a layout, and where the
+    model cannot run in it.
     """
-    if layout != "tensor":
+    if layout not in ("", "tensor"):
         yield layout_step(whole, split, mesh=mesh, layout=layout)[0]
         return
     if len(mesh.tensor_axes) > 1:
@@ -65,6 +65,10 @@ def tensor_steps(
                 exchange=None,
                 split=candidate.by_block(blocks),
             )
+    if layout:
+        return
+    with suppress(ValueError):
+        yield layout_step(whole, split, mesh=mesh, layout="tensor_sequence")[0]
 
 
 def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str) -> tuple[TrainingStep, SplitLayout]:

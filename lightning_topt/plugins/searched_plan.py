@@ -89,7 +89,7 @@ def search_all(
 ) -> tuple[ParallelPlan, Planning | None]:
     """Return the best plan, on `given`'s `mesh` only if there is one, and on rank 0 what was searched. A collective call."""
 
-    layout = given.preset or "tensor" if given is not None else "tensor"
+    layout = "" if given is None else given.preset
 
     def local_graphs(profile: OptimizerProfile, cluster: Cluster) -> list[OpGraph]:
         if split is None or mesh is None or not mesh.tensor_axes:

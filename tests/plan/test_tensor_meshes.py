@@ -11,7 +11,7 @@ from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
 from lightning_topt.graph.op_config import Replicate, Shard
 from lightning_topt.plan.choose import PlanFrontier
 from lightning_topt.plan.parallel_plan import ParallelPlan
@@ -76,7 +76,7 @@ def test_a_plan_places_parameters_along_all_axes(request_of_gpt: SearchRequest) 
     step = next(tensor_steps(whole, request.split, mesh=next(tensor_meshes(NODES, 8, 2))))
     *_, hybrid = tensor_meshes(NODES, 8, 2)
     placed = placed_tensors(replace(step, mesh=hybrid))
-    assert dict(placed["blocks.1"])["project.weight"] == (Replicate(), Replicate(), Shard(1))
+    assert dict(placed["blocks.1"]["parameters"])["project.weight"] == (Replicate(), Replicate(), Shard(1))
     assert placed_tensors(whole) == {}
 
 
@@ -105,3 +105,17 @@ def test_links_in_nodes_decide_on_tensor_axes(request_of_gpt: SearchRequest) -> 
         placed = [block.config.parameters for block in point.plan.blocks if block.block.startswith("blocks.")]
         assert bool(placed[0]) == ("tensor" in point.plan.mesh.names)
         assert len({tuple(each) for each in placed}) == 1
+
+
+def test_what_is_between_layers_may_be_split_by_step(request_of_gpt: SearchRequest) -> None:
+    """The fewest bytes that are kept for backward; the plan says so, and reads as it was written."""
+    mesh = Mesh((Axis("data", 2), Axis("tensor", 4)))
+    found = search_plans(replace(request_of_gpt, mesh=mesh, shards=False))
+    least = min(found.candidates, key=lambda point: point.peak_bytes).plan
+    by_step = (Replicate(), Shard(1))
+    configs = {block.block: block.config for block in least.blocks}
+    assert configs["blocks.1"].inputs == configs["blocks.1"].outputs == (by_step,)
+    assert configs[""].sums == by_step and configs[""].inputs == ()
+    assert ParallelPlan.from_yaml(least.to_yaml()) == least
+    named = search_plans(replace(request_of_gpt, mesh=mesh, shards=False, layout="tensor"))
+    assert not any(block.config.sums for point in named.candidates for block in point.plan.blocks)

@@ -147,7 +147,7 @@ def make_layout(
 
 
 def _in_two(role: Role | None, single: Mapping[str, Placement], name: str) -> tuple[Placement, Placement]:
-    """Where a parameter is along the axis of the search and along the second one."""
+    """Return the placements of a parameter along the axis of the search and along the second one."""
     own = single.get(name, REPLICATE)
     if role is None:
         return own, REPLICATE
@@ -191,14 +191,14 @@ def _shapes(trace: FunctionTrace) -> dict[str, tuple[int, ...]]:
 
 
 def _shape_at_border(trace: FunctionTrace, repeated: Collection[str]) -> tuple[int, ...]:
-    """Of the first tensor that enters one of the blocks; without such blocks, that is computed."""
+    """Return that of the first tensor that enters one of the blocks; without such blocks, that is computed."""
     entering = (b.shapes[0] for b in trace.borders if b.module in repeated and not b.is_end and b.shapes)
     computed = (ref.shape for call in trace.calls for ref in call.outputs if len(ref.shape) > 1)
     return next(entering, None) or next(computed, (0, 0))
 
 
 def _rows(layout: str, shape: tuple[int, ...], sizes: Sequence[int]) -> Placements:
-    """Where rows are along all axes: samples where these divide, else steps."""
+    """Return where rows are along all axes: samples where these divide, else steps."""
     lead, count = shape[:-1], len(sizes)
     last = min(1, len(lead) - 1)
     choices: list[tuple[int, ...]] = [(0,) * count, (0, *(last for _ in sizes[1:])), (last,) * count]

@@ -13,6 +13,7 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Partial, Replicate, Shard, Storage
 from lightning_topt.plan.gradient_exchange import describe_exchange, is_lossy
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction, StagePlan, uniform_plan
+from lightning_topt.plan.plan_values import mesh_to_list
 
 HAND_WRITTEN = """
 version: 1
@@ -248,3 +249,27 @@ def test_an_exchange_that_does_not_suit_a_plan(exchange: ExchangeOptions, stage:
 def test_words_for_an_exchange(exchange: ExchangeOptions, words: str) -> None:
     assert describe_exchange(exchange) == words
     assert is_lossy(exchange) is (exchange.method != "dense")
+
+
+def test_borders_sums_and_gathered_parameters_are_written_and_read() -> None:
+    mesh = Mesh((Axis("data", 2), Axis("tensor_tokens", 2), Axis("tensor", 2)))
+    border = (Replicate(), Shard(0), Shard(1))
+    config = OpConfig(
+        Storage.zero(1, axes=3, over=mesh.data_axes),
+        inputs=(border, (Replicate(),) * 3),
+        outputs=(border,),
+        parameters=(("weight", (Replicate(), Shard(0, 2), Shard(0))),),
+        sums=(Replicate(), Shard(0), Shard(1)),
+        gathers=("tensor_tokens",),
+    )
+    plan = ParallelPlan.of_blocks([BlockPlan("", config)], mesh=mesh)
+    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
+    for written, words in (
+        ({"gathers": ["time"]}, "gathers is a list of axes of the mesh"),
+        ({"gathers": "tensor"}, "gathers is a list of axes of the mesh"),
+        ({"sums": "shard"}, "'shard' is not a placement"),
+        ({"sums": {"tensor": "shard(1)"}}, "names each axis of the mesh"),
+    ):
+        entry = {"block": "", "storage": "ddp", "computes": written}
+        with pytest.raises(PlanError, match=words):
+            ParallelPlan.from_dict({"version": 2, "mesh": mesh_to_list(mesh), "stages": [{"blocks": [entry]}]})

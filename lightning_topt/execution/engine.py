@@ -151,7 +151,7 @@ class Engine:
             yield
 
     def whole(self, value: Any) -> Any:
-        """Return what a step returned, a tensor or anything that holds tensors, with whole tensors. A collective call."""
+        """Return what a step returned, with whole tensors; within `around_step`. A collective call where some are split."""
         for applied in self._applied:
             value = applied.whole(value)
         return value

@@ -59,7 +59,7 @@ class SearchRequest:
         mesh: the only mesh to look at, of as many ranks as each of `device_counts`; None: all.
         own_batches: look at meshes with a tensor axis only, whose ranks bring a batch each, as data ranks do: the ranks of a
             tensor group run these as microbatches.
-        layout: of the tensor axes of `mesh` (`split_layouts.LAYOUTS`).
+        layout: of the tensor axes of `mesh` (`split_layouts.LAYOUTS`); none: any of one axis.
     """
 
     graph: OpGraph
@@ -76,7 +76,7 @@ class SearchRequest:
     split: SplitModel | None = None
     mesh: Mesh | None = None
     own_batches: bool = False
-    layout: str = "tensor"
+    layout: str = ""
 
 
 def search_plans(request: SearchRequest) -> PlanFrontier:

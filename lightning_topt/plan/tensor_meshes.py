@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -42,21 +43,22 @@ def tensor_steps(
     split: SplitModel,
     *,
     mesh: Mesh,
-    layout: str = "tensor",
+    layout: str = "",
     is_needed: Callable[[TrainingStep], bool] | None = None,
 ) -> Iterator[TrainingStep]:
     """Yield the steps of one rank on `mesh`, which has one tensor axis; `whole` is that of a data rank with nothing split.
 
-    `is_needed` is asked before a step is captured, with one that costs at most as much. In another `layout` than "tensor"
-    there is one, along all tensor axes. Raises ValueError for several axes of "tensor", and where the model cannot run in the
-    other layout.
+    `is_needed` is asked before a step is captured, with one that costs at most as much. In the `layout` "tensor" tensors are
+    whole between layers; without one, the last step has them split by step, where another one was needed. In another layout
+    there is one step, along all tensor axes. Raises ValueError for several axes without such a layout, and where the model
+    cannot run in it.
     """
-    if layout != "tensor":
+    if layout not in ("", "tensor"):
         yield layout_step(whole, split, mesh=mesh, layout=layout)[0]
         return
     if len(mesh.tensor_axes) > 1:
         raise ValueError("the search splits along one tensor axis; give a plan that places parameters along several")
-    prices = prices_on(whole, split, mesh=mesh)
+    prices, found = prices_on(whole, split, mesh=mesh), False
     for candidate in split.candidates(prices):
         if is_needed is not None:
             bound = split.bound_graph(candidate, prices)
@@ -65,6 +67,10 @@ def tensor_steps(
         step = step_under(candidate, whole, split, mesh=mesh)
         if step is not None:
             yield step
+            found = True
+    if found and not layout:
+        with suppress(ValueError):
+            yield layout_step(whole, split, mesh=mesh, layout="tensor_sequence")[0]
 
 
 def prices_on(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> SplitPrices:

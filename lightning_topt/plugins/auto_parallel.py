@@ -311,8 +311,12 @@ class AutoParallelStrategy(DataRanks):
 
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:
-        if self._engine is None or not self._engine.has_shards or self._turns is not None:
+        if self._engine is None or self._turns is not None:
             yield
+            return
+        if not self._engine.has_shards:
+            with self._around_step():
+                yield
             return
         # Parameters gathered in inference mode would be inference tensors, which the next training step cannot update.
         with torch.inference_mode(False), torch.no_grad(), self._around_step():

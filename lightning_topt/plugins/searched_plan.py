@@ -167,7 +167,7 @@ def search_mesh(
         returns_memory=request.saves_memory or given.recompute,
         split=split,
         mesh=mesh,
-        layout=given.preset or "tensor",
+        layout=given.preset,
     )
     kernels = {**costs.kernel_seconds, **costs.measured(on_rank_0(lambda: local_graphs(wanted)))}
     planning: Planning | None = None

@@ -120,7 +120,7 @@ def _look(
         forward_context=trainer.precision_plugin.forward_context,
         device=trainer.strategy.root_device.type,
     )
-    search = dataclasses.replace(search, graph=graph, split=split, own_batches=True)
+    search = dataclasses.replace(search, graph=graph, split=split, own_batches=True, layout="tensor")
 
     def by_formula() -> tuple[str | None, list[OpGraph]]:
         if watched.changes:

@@ -21,11 +21,12 @@ def check_blocks(configs: Mapping[str, OpConfig], module: nn.Module, *, made_for
         )
     for name in names:
         never_called = type(modules[name]).forward is nn.Module.forward and "forward" not in vars(modules[name])
-        if never_called and (configs[name].recompute or configs[name].storage.sharded_axes("gradients")):
+        has_border = configs[name].inputs or configs[name].outputs
+        if never_called and (has_border or configs[name].recompute or configs[name].storage.sharded_axes("gradients")):
             first = next((child for child, _ in modules[name].named_children()), "...")
             raise ValueError(
                 f"block {name!r} of the plan is a {type(modules[name]).__name__}, which is never called itself: to recompute "
-                f"it or to shard its gradients, name the modules in it ({name}.{first}, ...)"
+                f"it, to shard its gradients or to split what enters it, name the modules in it ({name}.{first}, ...)"
             )
     inside = [(a, b) for a in names for b in names if b.startswith(a + ".")]
     if inside:

@@ -163,9 +163,15 @@ class _SplitForward:
     """A module's forward in the mode, whoever calls it: a step, a hook of the user, or backward, to recompute it."""
 
     def __init__(
-        self, module: nn.Module, mode: SplitMode, layouts: Mapping[str, Layout], rule: BlockRule | None
+        self,
+        module: nn.Module,
+        mode: SplitMode,
+        layouts: Mapping[str, Layout],
+        rule: BlockRule | None,
+        *,
+        is_root: bool,
     ) -> None:
-        self.forward, self.mode, self.own = module.forward, mode, module._parameters
+        self.forward, self.mode, self.own, self.is_root = module.forward, mode, module._parameters, is_root
         self.layouts, self.rule = layouts, rule
         self.arrived: list[Layout | None] | None = None
         self.is_joined = False  # parameters are whole for now, and ranks run by themselves
@@ -183,10 +189,12 @@ class _SplitForward:
                 if known is not None:
                     with_layout(tensor, known)
             self.arrived = None
+        is_outside = self.is_root and not self.mode.is_on
         with self.mode.on():
             if self.rule is not None:
                 return self.mode.run_block(self.rule, self.forward, args, kwargs)
-            return self.forward(*args, **kwargs)
+            result = self.forward(*args, **kwargs)
+            return self.mode.whole(result) if is_outside else result
 
 
 def _before_block(
@@ -223,7 +231,7 @@ def _wrap(
         rule = by_block.get(module)
         if _looks_back(module):
             rule = replace(rule or BlockRule(), inputs=(), outputs=(), is_repeated=True)
-        wrapped[module] = module.forward = _SplitForward(module, mode, own, rule)
+        wrapped[module] = module.forward = _SplitForward(module, mode, own, rule, is_root=module is model.module)
     return wrapped
 
 

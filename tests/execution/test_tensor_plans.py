@@ -35,6 +35,8 @@ OF_BLOCK = {
     "down.weight": Shard(1),
 }
 OF_REST = {"tokens.weight": Shard(0), "positions.weight": Shard(1), "head.weight": Shard(0)}
+CUBE = Mesh((Axis("data", 1), Axis("tensor_tokens", 2), Axis("tensor_rows", 2), Axis("tensor_columns", 1)))
+GATHERED = Mesh((Axis("data", 2), Axis("tensor_tokens", 2), Axis("tensor_rows", 1), Axis("tensor_columns", 1)))
 # What runs the blocks 0, 1 and the rest; "+" recomputes.
 LAYOUTS: dict[str, tuple[Mesh, str, str, str]] = {
     "tensor axis alone": (TENSOR, "ddp", "ddp+", "ddp"),
@@ -44,6 +46,8 @@ LAYOUTS: dict[str, tuple[Mesh, str, str, str]] = {
     "all of them": (BESIDE_DATA, "zero1+", "zero3", "ddp"),
     "tensor axis alone, by step": (TENSOR, "ddp", "ddp+", "ddp"),
     "all of them, by step": (BESIDE_DATA, "zero1+", "zero3+", "zero3"),
+    "cube": (CUBE, "ddp", "ddp+", "ddp"),
+    "cube beside all of them": (GATHERED, "zero1+", "zero3+", "zero3"),
 }
 
 
@@ -61,8 +65,37 @@ def placed(names: dict[str, Shard], mesh: Mesh) -> tuple[tuple[str, tuple[Placem
     return tuple((name, (*data, shard)) for name, shard in names.items())
 
 
+def in_cube(names: dict[str, Shard], mesh: Mesh) -> tuple[tuple[str, tuple[Placement, ...]], ...]:
+    """Slices of matrices along the first tensor axis, of what the other two leave of them."""
+    found = []
+    for name, shard in names.items():
+        other = Replicate() if "bias" in name or "positions" in name else Shard(1 - shard.dim)
+        parts = shard.parts * mesh.shape[2] if shard.dim == 0 else mesh.shape[3]
+        slices = Replicate() if isinstance(other, Replicate) else Shard(0, parts)
+        found.append((name, (Replicate(), slices, shard, other)))
+    return tuple(found)
+
+
 def plan_of(layout: str) -> ParallelPlan:
     mesh, *presets = LAYOUTS[layout]
+    if layout.startswith("cube"):
+        border = (Replicate(), Shard(0), Shard(0), Shard(2))
+        common = {"sums": (Replicate(), Shard(0), Shard(0), Shard(0)), "gathers": ("tensor_tokens",)}
+        blocks = [
+            BlockPlan(
+                name,
+                OpConfig(
+                    PRESETS[preset.rstrip("+")].storage(mesh),
+                    recompute=preset.endswith("+"),
+                    inputs=(border,) if name else (),
+                    outputs=(border,) if name else (),
+                    parameters=in_cube(OF_BLOCK if name else OF_REST, mesh),
+                    **common,
+                ),
+            )
+            for name, preset in zip(("blocks.0", "blocks.1", ""), presets, strict=True)
+        ]
+        return ParallelPlan.of_blocks(blocks, mesh=mesh)
     by_step = tuple(Replicate() if axis in mesh.data_axes else Shard(1) for axis in range(len(mesh.axes)))
     border, sums = ((by_step,), by_step) if layout.endswith("by step") else ((), ())
     blocks = [
@@ -203,9 +236,25 @@ def test_ranks_hold_their_slices_only() -> None:
     assert {elements for *_, elements, _ in results} == {whole - split + split // 4}
 
 
-def bad_plan(changes: dict[str, Shard], mesh: Mesh = TENSOR) -> ParallelPlan:
-    config = OpConfig(PRESETS["ddp"].storage(mesh), parameters=placed(changes, mesh))
-    return ParallelPlan.of_blocks([BlockPlan("", config)], mesh=mesh)
+def bad_plan(changes: dict[str, Shard], mesh: Mesh = TENSOR, *, block: str = "", **entries: Any) -> ParallelPlan:
+    plain = PRESETS["ddp"].storage(mesh)
+    config = OpConfig(plain, parameters=placed(changes, mesh), **entries)
+    rest = [BlockPlan("", OpConfig(plain))] if block else []
+    return ParallelPlan.of_blocks([BlockPlan(block, config), *rest], mesh=mesh)
+
+
+def beyond(rank: int) -> str:
+    plan = bad_plan({}, block="blocks.0", inputs=((Shard(3),),))
+    engine = Engine(plan, Net(), device=CPU)
+    engine.apply()
+    with pytest.raises(ValueError, match="input 0") as caught:
+        engine.run_step([data()[0]], loss_of)
+    return str(caught.value)
+
+
+def test_a_border_that_a_tensor_cannot_have_is_named() -> None:
+    sentence = "input 0 of block 'blocks.0' has the shape (8, 8, 16), and the plan splits its dim 3 along axis 'tensor'"
+    assert sentence in run_ranks(beyond, 4)[0]
 
 
 def refused(rank: int) -> list[str]:
@@ -214,6 +263,9 @@ def refused(rank: int) -> list[str]:
         bad_plan({"blocks.0.nothing": Shard(0)}),
         bad_plan({"norm.weight": Shard(0, parts=3)}),
         bad_plan({"norm.weight": Shard(0)}, Mesh((Axis("time", 4),))),
+        bad_plan({}, gathers=("data",)),
+        bad_plan({}, BESIDE_DATA, sums=(Shard(1), Shard(1))),
+        bad_plan({}, block="blocks", inputs=((Shard(1),),)),
     ]
     sentences = []
     for plan in plans:
@@ -230,6 +282,7 @@ def refused(rank: int) -> list[str]:
 def test_what_cannot_be_split_is_named() -> None:
     sentences = run_ranks(refused, 4)[0]
     wanted = ["no dim 2", "has none of that name", "does not divide into 3 parts for 4 ranks", "axis 'time'"]
+    wanted += ["along axis 'data', which is no tensor axis", "takes care of its sums", "which is never called itself"]
     assert all(words in sentence for words, sentence in zip(wanted, sentences, strict=True))
 
 

@@ -21,6 +21,7 @@ from lightning_topt.plan.parallel_plan import (
     preset_plan,
     uniform_plan,
 )
+from lightning_topt.plan.plan_values import mesh_to_list
 from lightning_topt.plan.presets import PRESETS
 
 HAND_WRITTEN = """
@@ -270,3 +271,27 @@ def test_microbatches_are_those_of_a_tensor_group() -> None:
             replace(plan, num_microbatches=wrong)
     with pytest.raises(PlanError, match="num_microbatches"):
         ParallelPlan.from_dict({**plan.to_dict(), "num_microbatches": "4"})
+
+
+def test_borders_sums_and_gathered_parameters_are_written_and_read() -> None:
+    mesh = Mesh((Axis("data", 2), Axis("tensor_tokens", 2), Axis("tensor", 2)))
+    border = (Replicate(), Shard(0), Shard(1))
+    config = OpConfig(
+        Storage.zero(1, axes=3, over=mesh.data_axes),
+        inputs=(border, (Replicate(),) * 3),
+        outputs=(border,),
+        parameters=(("weight", (Replicate(), Shard(0, 2), Shard(0))),),
+        sums=(Replicate(), Shard(0), Shard(1)),
+        gathers=("tensor_tokens",),
+    )
+    plan = ParallelPlan.of_blocks([BlockPlan("", config)], mesh=mesh)
+    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
+    for written, words in (
+        ({"gathers": ["time"]}, "gathers is a list of axes of the mesh"),
+        ({"gathers": "tensor"}, "gathers is a list of axes of the mesh"),
+        ({"sums": "shard"}, "'shard' is not a placement"),
+        ({"sums": {"tensor": "shard(1)"}}, "names each axis of the mesh"),
+    ):
+        entry = {"block": "", "storage": "ddp", "computes": written}
+        with pytest.raises(PlanError, match=words):
+            ParallelPlan.from_dict({"version": 2, "mesh": mesh_to_list(mesh), "stages": [{"blocks": [entry]}]})

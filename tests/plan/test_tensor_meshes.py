@@ -323,3 +323,17 @@ def test_measured_kernels_are_not_bounded_by_formulas(
     search_plans(replace(request_of_gpt, kernel_seconds={("aten.mm.default", "{}"): 1e-3}))
     with pytest.raises(AssertionError, match="a bound was asked for"):
         search_plans(request_of_gpt)
+
+
+def test_what_is_between_layers_may_be_split_by_step(request_of_gpt: SearchRequest) -> None:
+    """The fewest bytes that are kept for backward; the plan says so, and reads as it was written."""
+    mesh = Mesh((Axis("data", 2), Axis("tensor", 4)))
+    found = search_plans(replace(request_of_gpt, mesh=mesh, shards=False))
+    least = min(found.candidates, key=lambda point: point.peak_bytes).plan
+    by_step = (Replicate(), Shard(1))
+    configs = {block.block: block.config for block in least.blocks}
+    assert configs["blocks.1"].inputs == configs["blocks.1"].outputs == (by_step,)
+    assert configs[""].sums == by_step and configs[""].inputs == ()
+    assert ParallelPlan.from_yaml(least.to_yaml()) == least
+    named = search_plans(replace(request_of_gpt, mesh=mesh, shards=False, layout="tensor"))
+    assert not any(block.config.sums for point in named.candidates for block in point.plan.blocks)

@@ -165,6 +165,30 @@ def test_splits_are_found_where_only_the_mesh_is_given(given: Any, ranks: int, t
         assert blocks["blocks.0"]["recompute"] == ("recompute" in str(given))
 
 
+class Scores(Counted):
+    """Returns scores over the vocabulary as they are."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+def scores(rank: int, given: Any) -> Any:
+    torch.manual_seed(0)
+    trainer, module = topt_trainer(given, max_epochs=1), Scores()
+    trainer.fit(module, loader(8))
+    predicted = trainer.predict(module, loader(8))
+    assert predicted is not None
+    with torch.no_grad():
+        return [batch - module.cpu()(each[0]) for batch, each in zip(predicted, loader(8), strict=True)]
+
+
+@pytest.mark.parametrize("given", ["tensor", "context"])
+def test_what_a_step_returns_is_whole(given: str) -> None:
+    """Scores are split by vocabulary, or by step."""
+    for differences in on_ranks(scores, given):
+        assert max(float(each.abs().max()) for each in differences) < 1e-4
+
+
 def too_many(rank: int) -> str:
     with pytest.raises(PlanError) as caught:
         topt_trainer({"mesh": {"data": 2, "tensor": 2}}).fit(Counted(), loader(4))

@@ -147,7 +147,7 @@ def make_layout(
 
 
 def _in_two(role: Role | None, single: Mapping[str, Placement], name: str) -> tuple[Placement, Placement]:
-    """Return where a parameter is along the axis of the search and along the second one."""
+    """Return the placements of a parameter along the axis of the search and along the second one."""
     own = single.get(name, REPLICATE)
     if role is None:
         return own, REPLICATE

@@ -136,6 +136,11 @@ class _SplitForward:
         self.forward, self.mode, self.own = module.forward, mode, module._parameters
         self.layouts, self.is_repeated = layouts, is_repeated
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ValueError(
+            "a module whose parameters are split cannot be copied: copy it before the fit, or keep its parameters whole"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name, layout in self.layouts.items():
             parameter = self.own[name]

@@ -176,6 +176,11 @@ class _SplitForward:
         self.arrived: list[Layout | None] | None = None
         self.is_joined = False  # parameters are whole for now, and ranks run by themselves
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ValueError(
+            "a module whose parameters are split cannot be copied: copy it before the fit, or keep its parameters whole"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_joined:
             return self.forward(*args, **kwargs)

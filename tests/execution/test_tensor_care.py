@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -171,9 +172,51 @@ SIZES: dict[str, Callable[[Sizes, Tensor], Tensor]] = {
     "as_strided": lambda net, h: h.as_strided((8, 32), (32, 1)),
 }
 
+# ---- gradients in forward ---------------------------------------------------------------------------------------------
+
+
+class Penalty(Net):
+    """Of the gradient of an input (Gulrajani et al., arXiv 1704.00028), and of that of a parameter: gradients of gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        out = self.down(self.hidden(x))
+        (of_input,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        (of_weight,) = torch.autograd.grad(out.square().sum(), self.up.weight, create_graph=True)
+        self.note(of_weight)
+        return out.square().mean() + 0.3 * of_input.square().mean() + 0.1 * of_weight.square().mean()
+
+
+class Compiled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.compile(lambda h: 2 * h + 1, backend="eager")
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h: Tensor = self.scale(super().hidden(x))
+        return h
+
+
+class MaxNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table(torch.arange(8)))
+
+
+OTHERS: dict[str, Callable[[], Net]] = {
+    "gradients of gradients": Penalty,
+    "compiled": Compiled,
+    "parameter of another": lambda: Sizes(lambda net, h: h + nn.Parameter(net.up.weight.detach()).mean(1)),
+    "copy of a parameter": lambda: Sizes(lambda net, h: h * copy.deepcopy(net.up.bias)),
+}
+
 RIGHT: dict[str, Callable[[], Net]] = {
     **HOOKS,
     **PARAMETRIZED,
+    **OTHERS,
     **{f"in place: {name}": lambda change=change: Net(change) for name, change in CHANGES.items()},
     **{f"sizes: {name}": lambda use=use: Sizes(use) for name, use in SIZES.items()},
 }
@@ -203,6 +246,11 @@ REFUSED: dict[str, tuple[Callable[[], Net], str]] = {
         lambda: Net(lambda net: torch._foreach_mul_([net.up.weight, net.down.weight], 0.9)),
         "_foreach_mul_ changes a tensor in place",
     ),
+    "copy of a module": (
+        lambda: Sizes(lambda net, h: h + copy.deepcopy(net.up).bias),
+        "a module whose parameters are split cannot be copied",
+    ),
+    "table of small norm": (MaxNorm, "embedding changes a tensor in place"),
     "vmap": (lambda: Sizes(lambda net, h: torch.func.vmap(torch.tanh)(h)), "a transform of torch.func"),
     "grad": (
         lambda: Sizes(lambda net, h: h + torch.func.grad(lambda w: w.square().sum())(net.up.weight).sum()),

@@ -9,6 +9,8 @@
     take             own slice        all-gather
     exchange         all-to-all       all-to-all
 
+Gradients of gradients pass the same moves: in a backward that makes a graph each calls the one that is its gradient.
+
 *shared*: every rank computes something else from the gathered tensor, so its gradients are summands of the whole one.
 """
 
@@ -79,17 +81,19 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return all_reduce(gradient, *ctx.place), None, None
+        move = reduce if torch.is_grad_enabled() else all_reduce
+        return move(gradient, *ctx.place), None, None
 
 
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:
+        ctx.place = axes, axis
         return all_reduce(tensor, axes, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None, None
+        return enter(gradient, *ctx.place), None, None  # itself, but for gradients of gradients
 
 
 class _Gather(Function):
@@ -101,6 +105,8 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         shard, axes, axis = ctx.place
+        if torch.is_grad_enabled():
+            return (scatter if ctx.shared else take)(gradient, shard, axes, axis), None, None, None, None
         if ctx.shared:
             return reduce_scatter(gradient, shard, axes, axis), None, None, None, None
         own = cut(gradient, shard, index=axes.coordinates[axis], count=axes.sizes[axis])
@@ -115,6 +121,8 @@ class _Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return gather(gradient, *ctx.place, shared=True), None, None, None
         return all_gather(gradient, *ctx.place), None, None, None
 
 
@@ -128,6 +136,8 @@ class _Take(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return gather(gradient, *ctx.place, shared=False), None, None, None
         return all_gather(gradient, *ctx.place), None, None, None
 
 
@@ -139,7 +149,8 @@ class _Exchange(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return all_to_all(gradient, *ctx.place), None, None, None, None
+        move = exchange if torch.is_grad_enabled() else all_to_all
+        return move(gradient, *ctx.place), None, None, None, None
 
 
 def enter(tensor: Tensor, axes: TensorAxes, axis: int) -> Tensor:

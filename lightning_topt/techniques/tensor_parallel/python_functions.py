@@ -6,8 +6,9 @@ in backward, when the mode is off, runs under the mode again, on tensors that ca
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,17 +23,23 @@ _OWN = ("torch.", "lightning_topt.")
 _apply: Any = torch.autograd.Function.__dict__["apply"]
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _generator: Any = getattr(checkpoint, _GENERATOR)
+_make_subclass: Any = torch.Tensor._make_subclass
+_eager = ExitStack()
 _users = 0
 
 
 class PythonFunctionMode(TorchFunctionMode):
-    """A mode that also sees calls of autograd functions and checkpoints; the former get `whole` arguments."""
+    """A mode that also sees calls of autograd functions and checkpoints; the former get `whole` arguments. Compiled code runs
+    uncompiled.
+    """
 
     def __enter__(self) -> Any:
         """Watch those calls while any such mode is on."""
         global _users
         _users += 1
         if _users == 1:
+            _run_eagerly()
+            torch.Tensor._make_subclass = staticmethod(_watched_subclass)  # type: ignore[method-assign]
             torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[assignment,method-assign]
             setattr(checkpoint, _GENERATOR, _watched_generator)
         return super().__enter__()  # type: ignore[no-untyped-call]
@@ -43,12 +50,27 @@ class PythonFunctionMode(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _users -= 1
         if _users == 0:
+            _eager.close()
+            del torch.Tensor._make_subclass  # that of its base class
             torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
             setattr(checkpoint, _GENERATOR, _generator)
 
     def whole(self, value: Any) -> Any:
         """Return `value` with whole tensors."""
         raise NotImplementedError
+
+
+def _run_eagerly() -> None:
+    """Let compiled code run as it is written: a compiler would trace the mode, which changes while it runs."""
+    if "torch._dynamo.eval_frame" in sys.modules:  # else nothing is compiled
+        _eager.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def _watched_subclass(cls: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A parameter that is made of a split tensor is as that one."""
+    made = _make_subclass(cls, data, *args, **kwargs)
+    layout = layout_of(data)
+    return made if layout is None else with_layout(made, layout)
 
 
 def _current() -> PythonFunctionMode | None:

@@ -32,11 +32,13 @@ from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 from lightning_topt.techniques.tensor_parallel.tensor_mover import MOVED, TensorMover, gathered_among
 from lightning_topt.techniques.tensor_parallel.user_access import (
     SET_DATA,
+    gradients,
     hook_of_slices,
     read_only,
     refuse_transforms,
     set_data,
     transforms_are_on,
+    written_besides,
 )
 
 _COPIED = "_topt_copied"
@@ -154,6 +156,8 @@ class SplitMode(PythonFunctionMode):
             return func(args[0], hook_of_slices(args[1], layout, self.axes))
         if func in LOCAL:
             return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return gradients(self.whole, *args, **kwargs)
         if func == SET_DATA and layout_of(args[0]) is not None:
             return set_data(args[0], args[1], self.axes)
         tensors: list[Tensor] = []
@@ -178,12 +182,11 @@ class SplitMode(PythonFunctionMode):
     ) -> _Prepared:
         known = [known_of(tensor, self._whole) for tensor in tensors]
         kind, call, in_place = KINDS.get(func), call_of(func, args, kwargs, known), is_in_place(func, kwargs)
-        written = [kwargs["out"]] if kwargs.get("out") is not None else []
-        kind = None if written else kind
-        if in_place and args and not isinstance(args[0], Tensor):  # all of a list
-            written.append(args[0])
-        for layout in filter(None, map(layout_of, tensors_in(written))):
-            raise _refusal(func, layout.placements)
+        if kwargs.get("out") is not None:
+            kind = None
+        for tensor in tensors_in(written_besides(func, args, kwargs, in_place=in_place)):
+            if (layout := layout_of(tensor)) is not None:
+                raise _refusal(func, layout.placements)
         rule = self.rule
         decision = decide(
             kind, call, known, self.axes.sizes, in_place=in_place, splits=rule.splits, gathers=rule.gathered

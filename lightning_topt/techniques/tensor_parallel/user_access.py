@@ -5,16 +5,17 @@ Each sees whole tensors, or is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _functorch
 
 from lightning_topt.techniques.tensor_parallel import moves
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, layout_of
+from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, layout_of, with_layout
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 _DATA: Any = torch.Tensor.data
@@ -51,6 +52,30 @@ def set_data(tensor: Tensor, value: Tensor, axes: TensorAxes) -> None:
     source = (REPLICATE,) * len(axes) if given is None else given.placements
     with torch._C.DisableTorchFunction(), torch.no_grad():
         tensor.data = moves.move(value, source, layout.placements, (False,) * len(axes), axes)
+
+
+def gradients(
+    whole: Callable[[Any], Any], outputs: Any, inputs: Any, grad_outputs: Any = None, *rest: Any, **more: Any
+) -> Any:
+    """Return what `torch.autograd.grad` does, of split tensors too: each gradient is where its tensor is."""
+    outputs, grad_outputs = whole(outputs), whole(grad_outputs)
+    with torch._C.DisableTorchFunction():
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(outputs, inputs, grad_outputs, *rest, **more)
+    for tensor, gradient in zip([inputs] if isinstance(inputs, Tensor) else inputs, found, strict=True):
+        if gradient is not None and (layout := layout_of(tensor)) is not None:
+            with_layout(gradient, layout)
+    return found
+
+
+def written_besides(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_place: bool) -> Iterator[Any]:
+    """Yield what a call writes to, or lists of it, besides a tensor that is its first argument."""
+    if kwargs.get("out") is not None:
+        yield kwargs["out"]
+    if in_place and args and not isinstance(args[0], Tensor):
+        yield args[0]
+    max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
+    if func in (F.embedding, F.embedding_bag) and max_norm is not None:
+        yield args[1] if len(args) > 1 else kwargs["weight"]
 
 
 def read_only(result: Any) -> Any:

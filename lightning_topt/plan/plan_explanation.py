@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_search import SearchRequest, step_on
-from lightning_topt.plan.tensor_meshes import prices_on, split_of, step_under
+from lightning_topt.plan.tensor_meshes import layout_of_plan, prices_on, split_of, step_in, step_under
 from lightning_topt.techniques.explain import BlockExplanation, Explanation, explain, explain_blocks
 from lightning_topt.techniques.plan_costs import PlanCosts
 from lightning_topt.techniques.tensor_parallel.whole_operators import WholeOperator, whole_operators
@@ -25,7 +26,7 @@ from lightning_topt.techniques.tensor_parallel.whole_operators import WholeOpera
 @dataclass(frozen=True)
 class PlanExplanation:
     """The costs that `plan` is expected to have on each rank: in all, by block, and the functions that run whole on every rank
-    of its tensor axis (none without one).
+    of its tensor axis (none without one; not known where tensors between layers are split too).
     """
 
     plan: ParallelPlan
@@ -37,13 +38,14 @@ class PlanExplanation:
 def explain_plan(request: SearchRequest, plan: ParallelPlan) -> PlanExplanation:
     """Return what `plan`, one that `search_plans(request)` found, costs.
 
-    Raises PlanError for a plan with several tensor axes or other splits than those of the search.
+    Raises PlanError for a plan with other splits than those of the search.
     """
     step = step_of(request, plan)
-    configs = {block.block: replace(block.config, parameters=()) for block in plan.blocks}
+    plain: dict[str, Any] = dict.fromkeys(("parameters", "inputs", "outputs", "sums", "gathers"), ())
+    configs = {block.block: replace(block.config, **plain) for block in plan.blocks}
     costs = PlanCosts(step)
     total, blocks = explain(costs, configs), explain_blocks(costs, configs)
-    if not plan.mesh.tensor_axes or request.split is None:
+    if not plan.mesh.tensor_axes or request.split is None or layout_of_plan(plan).rules:
         return PlanExplanation(plan, total, blocks)
     prices = prices_on(step_on(request, plan.mesh), request.split, mesh=plan.mesh)
     calls = request.split.priced_calls(split_of(plan), prices)
@@ -62,10 +64,12 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
         return whole
     if request.split is None:
         raise PlanError("a plan with a tensor axis is explained by the model that can be split: give it in the request")
-    if len(plan.mesh.tensor_axes) > 1:
-        raise PlanError("plans with several tensor axes are not searched, and not explained")
-    step = step_under(split_of(plan), whole, request.split, mesh=plan.mesh)
+    layout = layout_of_plan(plan)
+    if layout.rules:
+        step = step_in(layout, whole, request.split, mesh=plan.mesh)
+    else:
+        step = step_under(split_of(plan), whole, request.split, mesh=plan.mesh)
     if step is None:
-        (axis,) = plan.mesh.tensor_axes
-        raise PlanError(f"the plan's step on slices is not known: {request.split.why_whole(plan.mesh.shape[axis])}")
+        ranks = plan.mesh.ranks_along(plan.mesh.tensor_axes)
+        raise PlanError(f"the plan's step on slices is not known: {request.split.why_whole(ranks)}")
     return step

@@ -16,6 +16,7 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placements, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.techniques.tensor_parallel.block_rules import rules_of
 from lightning_topt.techniques.tensor_parallel.split_candidates import ModelSplit, SplitModel
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
@@ -54,7 +55,7 @@ def tensor_steps(
     cannot run in it.
     """
     if layout not in ("", "tensor"):
-        yield layout_step(whole, split, mesh=mesh, layout=layout)[0]
+        yield layout_step(whole, split, mesh=mesh, layout=layout)
         return
     if len(mesh.tensor_axes) > 1:
         raise ValueError("the search splits along one tensor axis; give a plan that places parameters along several")
@@ -70,7 +71,7 @@ def tensor_steps(
             found = True
     if found and not layout:
         with suppress(ValueError):
-            yield layout_step(whole, split, mesh=mesh, layout="tensor_sequence")[0]
+            yield layout_step(whole, split, mesh=mesh, layout="tensor_sequence")
 
 
 def prices_on(whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> SplitPrices:
@@ -144,20 +145,27 @@ def least_seconds(whole: TrainingStep, size: int) -> float:
     return compute + update + collectives + step.sent_seconds
 
 
-def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str) -> tuple[TrainingStep, SplitLayout]:
-    """Return the step of one rank on `mesh` in a layout (`LAYOUTS`) along its tensor axes, and that layout; `whole` as in
-    `tensor_steps`.
+def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: str) -> TrainingStep:
+    """Return the step of one rank on `mesh` in a layout (`LAYOUTS`) along its tensor axes; `whole` as in `tensor_steps`.
 
     Raises ValueError where the model cannot run so.
     """
-    along = tuple(mesh.axes[axis] for axis in mesh.tensor_axes)
-    found = split.layout(layout, prices_on(whole, split, mesh=mesh), along)
-    local = split.local_graph_of(found, along)
-    if local is None:
+    found = split.layout(layout, prices_on(whole, split, mesh=mesh), _along(mesh))
+    step = step_in(found, whole, split, mesh=mesh)
+    if step is None:
         why = "; ".join(split.refusals(mesh.ranks_along(mesh.tensor_axes)))
         raise ValueError(
             f"the code of this model does not run on slices in the layout {layout!r}: {why}. Choose plan='tensor'"
         )
+    return step
+
+
+def step_in(found: SplitLayout, whole: TrainingStep, split: SplitModel, *, mesh: Mesh) -> TrainingStep | None:
+    """Return the step of one rank on `mesh` with its tensors as in `found`; None where it cannot be captured."""
+    along = _along(mesh)
+    local = split.local_graph_of(found, along)
+    if local is None:
+        return None
     blocks = [block.name for block in whole.graph.blocks]
     placed: dict[str, list[tuple[str, Placements]]] = {block: [] for block in blocks}
     for name, placements in found.placements.items():
@@ -173,7 +181,7 @@ def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: s
         for block, rule in found.rules.items()
         if block in placed
     }
-    step = replace(
+    return replace(
         whole,
         graph=local,
         mesh=mesh,
@@ -182,7 +190,21 @@ def layout_step(whole: TrainingStep, split: SplitModel, *, mesh: Mesh, layout: s
         split={block: tuple(each) for block, each in placed.items()},
         computes=computes,
     )
-    return step, found
+
+
+def layout_of_plan(plan: ParallelPlan) -> SplitLayout:
+    """Return where `plan` has tensors along its tensor axes."""
+    configs = {block.block: block.config for block in plan.blocks}
+    placed = (
+        (f"{block}.{name}".lstrip("."), tuple(placements[axis] for axis in plan.mesh.tensor_axes))
+        for block, config in configs.items()
+        for name, placements in config.parameters
+    )
+    return SplitLayout(dict(placed), rules_of(configs, plan.mesh))
+
+
+def _along(mesh: Mesh) -> tuple[Axis, ...]:
+    return tuple(mesh.axes[axis] for axis in mesh.tensor_axes)
 
 
 def placed_tensors(step: TrainingStep) -> dict[str, dict[str, Any]]:

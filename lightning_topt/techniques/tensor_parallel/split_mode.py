@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves

@@ -44,12 +44,12 @@ class BlockRule:
         return self.is_repeated or bool(self.inputs or self.outputs)
 
     @cached_property
-    def splits(self) -> tuple[bool, ...]:
-        """By axis, whether activations stay split there, whatever sums of parameters' gradients cost."""
-        given = [*self.inputs, *self.outputs, *([self.sums] if self.sums else [])]
+    def splits(self) -> tuple[Placement | None, ...]:
+        """By axis, where activations are split whatever sums of parameters' gradients cost: as sums rest, or at the border."""
+        given = [*([self.sums] if self.sums else []), *self.inputs, *self.outputs]
         axes = max(map(len, (*given, self.gathers)), default=0)
-        found = [any(isinstance(placements[axis], Shard) for placements in given) for axis in range(axes)]
-        return tuple(split or (bool(self.gathers) and self.gathers[axis]) for axis, split in enumerate(found))
+        found = (next((p[axis] for p in given if isinstance(p[axis], Shard)), None) for axis in range(axes))
+        return tuple(p or (Shard(0) if self.gathers and self.gathers[axis] else None) for axis, p in enumerate(found))
 
     @cached_property
     def gathered(self) -> tuple[bool, ...]:

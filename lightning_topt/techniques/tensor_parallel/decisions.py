@@ -42,13 +42,14 @@ def decide(
     sizes: Sequence[int],
     *,
     in_place: bool,
-    splits: Sequence[bool] = (),
+    splits: Sequence[Placement | None] = (),
     gathers: Sequence[bool] = (),
 ) -> Decision:
     """Return the rows that the call takes, one for each axis.
 
     Along an axis that `splits` activations, what it costs to sum gradients of whole parameters is not counted, so they stay
-    split. One that `gathers` takes slices of parameters for whole, and they are gathered.
+    split; of equal rows that is taken whose results are where it splits them. An axis that `gathers` takes slices of parameters
+    for whole ones, and they are gathered.
     """
     chosen = [
         _row(
@@ -58,7 +59,7 @@ def decide(
             axis=axis,
             sizes=sizes,
             in_place=in_place,
-            splits=bool(splits) and splits[axis],
+            splits=splits[axis] if splits else None,
         )
         for axis in range(len(sizes))
     ]
@@ -94,7 +95,7 @@ def _row(
     axis: int,
     sizes: Sequence[int],
     in_place: bool,
-    splits: bool,
+    splits: Placement | None,
 ) -> Row:
     whole = _whole(call)
     now = [each.layout.placements[axis] for each in known]
@@ -119,8 +120,8 @@ def _whole(call: Call) -> Row:
 
 
 def _cost(
-    row: Row, now: Sequence[Placement], known: Sequence[Known], ranks: int, *, splits: bool
-) -> tuple[float, float]:
+    row: Row, now: Sequence[Placement], known: Sequence[Known], ranks: int, *, splits: Placement | None
+) -> tuple[float, float, bool]:
     """Elements that travel, forward and backward, per rank: of parameters, which the plan has placed, and of all."""
     is_split = any(isinstance(placement, Shard) for placement in row.inputs)
     parameters = total = 0.0
@@ -137,7 +138,7 @@ def _cost(
         elif operand.needs_grad and is_split and not (splits and operand.is_parameter and after == REPLICATE):
             # What is whole and used differently by each rank has its gradient summed; a slice's is gathered.
             total += moved if isinstance(after, Shard) else 2 * moved
-    return parameters, total
+    return parameters, total, splits is not None and splits not in row.outputs
 
 
 def _fits(rows: Sequence[Row], call: Call, sizes: Sequence[int]) -> bool:

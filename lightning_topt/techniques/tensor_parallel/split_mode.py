@@ -7,7 +7,7 @@ The mode is on while user code runs forward. What is whole passes through untouc
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,8 +104,12 @@ class SplitMode(PythonFunctionMode):
     @contextmanager
     def on(self) -> Generator[None, None, None]:
         """Turn the mode on where it is not: outside of all, and where torch turned it off (backward, which may recompute)."""
-        with nullcontext() if self.is_on else self:
+        if self.is_on:
             yield
+            return
+        with self:
+            yield
+        self.mover.forget()
 
     @override
     def whole(self, value: Any) -> Any:

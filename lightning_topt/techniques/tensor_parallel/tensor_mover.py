@@ -52,7 +52,7 @@ class TensorMover:
         known = tensor.__dict__.setdefault(MOVED, {})
         key = target, enters, torch.is_grad_enabled()
         if (found := known.get(key)) is not None:
-            again = _held(found[2])
+            again = self._held(found[2])
             if again is not None and found[:2] == (tensor._version, again._version):
                 return again
         moved, is_copy = self._made(tensor, source, target, enters)
@@ -60,6 +60,11 @@ class TensorMover:
             self._shared = moved
         known[key] = tensor._version, moved._version, weakref.ref(moved) if is_copy else moved
         return moved
+
+    def _held(self, kept: Any) -> Tensor | None:
+        """What was remembered; of copies the last one only: ranks must not differ by when Python frees the others."""
+        tensor: Tensor | None = kept if isinstance(kept, Tensor) else kept()
+        return tensor if isinstance(kept, Tensor) or tensor is self._shared else None
 
     def _made(
         self, tensor: Tensor, source: Placements, target: Placements, enters: tuple[bool, ...]
@@ -108,8 +113,3 @@ class TensorMover:
 def gathered_among(tensors: Sequence[Tensor]) -> list[Gathered]:
     """Return what backward gathers again of `tensors`."""
     return [tensor.__dict__[_GATHERED] for tensor in tensors if _GATHERED in tensor.__dict__]
-
-
-def _held(kept: Any) -> Tensor | None:
-    tensor: Tensor | None = kept if isinstance(kept, Tensor) else kept()
-    return tensor

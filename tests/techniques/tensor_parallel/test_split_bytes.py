@@ -128,6 +128,27 @@ def test_one_dimension(ranks: int) -> None:
     assert of_a_layer("all_gather", (ranks,), ONE, BY_STEP) == (4 + 2) * moved
 
 
+WHOLE_MATRICES = dict.fromkeys(ONE, (WHOLE,))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_by_heads(ranks: int) -> None:
+    """Queries, keys, values and what attention makes of them change from steps to heads and back, with their gradients."""
+    assert of_a_layer("all_to_all", (ranks,), WHOLE_MATRICES, BY_STEP) == 8 * (ranks - 1) / ranks**2 * TOKENS * WIDTH
+    assert of_a_layer("all_gather", (ranks,), WHOLE_MATRICES, BY_STEP) == 0
+    assert of_a_layer("reduce_scatter", (ranks,), WHOLE_MATRICES, BY_STEP) == 0
+    assert of_a_layer("all_reduce", (ranks,), WHOLE_MATRICES, BY_STEP) == 2 * (ranks - 1) / ranks * 12 * WIDTH**2
+
+
+def test_context_where_heads_do_not_divide() -> None:
+    """Keys and values are gathered, again in backward, and their gradients scattered."""
+    ranks = STEPS  # more than samples
+    moved = (ranks - 1) / ranks * TOKENS * WIDTH
+    assert of_a_layer("all_gather", (ranks,), WHOLE_MATRICES, BY_STEP) == (2 + 2) * moved
+    assert of_a_layer("reduce_scatter", (ranks,), WHOLE_MATRICES, BY_STEP) == 2 * moved
+    assert of_a_layer("all_to_all", (ranks,), WHOLE_MATRICES, BY_STEP) == 0
+
+
 def test_three_dimensions() -> None:
     sizes, q = (2, 2, 2), 2
     found = [of_a_layer(op, sizes, THREE, CUBE) for op in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")]

@@ -39,7 +39,7 @@ def loss_of(module: nn.Module) -> Tensor:
 
 
 def gpt(**options: object) -> GPT:
-    module = GPT(width=32, heads=4, **options)  # type: ignore[arg-type]
+    module = GPT(**{"width": 32, "heads": 4, **options})  # type: ignore[arg-type]
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
     return module
 

@@ -104,7 +104,8 @@ def _row(
     rows: Iterable[Row] = (*kind.rows(call, sizes[axis]), whole)
     if in_place:
         rows = [row for row in rows if row.inputs[0] == now[0]] or [whole]
-    return min(rows, key=lambda row: _cost(row, now, known, sizes[axis], splits=splits))
+    ranks = max(sizes[axis], 2)  # an axis of one rank takes the rows of a longer one
+    return min(rows, key=lambda row: _cost(row, now, known, ranks, splits=splits))
 
 
 def _taken_whole(known: Known, axis: int) -> Known:

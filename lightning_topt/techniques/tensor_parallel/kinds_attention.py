@@ -131,6 +131,9 @@ def _run_loss(placed: Placed) -> Tensor:
         losses = F.cross_entropy(placed.get(0, "input"), target, ignore_index=ignored, reduction="none")
     else:
         losses = _losses_by_class(placed, target) * (target != ignored)
+        logits = placed.get(0, "input")
+        if not torch.is_autocast_enabled(logits.device.type):  # which makes a float32 loss
+            losses = losses.to(logits.dtype)
     if reduction == "none":
         return losses
     if reduction == "sum":
@@ -145,6 +148,7 @@ def _run_loss(placed: Placed) -> Tensor:
 
 def _losses_by_class(placed: Placed, target: Tensor) -> Tensor:
     logits: Tensor = placed.get(0, "input")
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
     axes = placed.axes
     cut = [axis for axis, placement in enumerate(placed.inputs[0].placements) if placement == Shard(1)]
     first, length = placed.place_along(0, 1)

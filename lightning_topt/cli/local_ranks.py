@@ -18,10 +18,14 @@ T = TypeVar("T")
 Measured = Callable[..., T]  # (device, num_nodes, *arguments), called on every rank
 
 
-def run_on_ranks(function: Measured[T], *arguments: Any, accelerator: str, devices: int) -> T | None:
+def run_on_ranks(
+    function: Measured[T], *arguments: Any, accelerator: str, devices: int, threads: int | None = None
+) -> T | None:
     """Return rank 0's result of `function`, called on `devices` new ranks, or on those that torchrun has started.
 
-    Returns None on ranks of torchrun other than 0. Raises ValueError when the machine lacks the devices.
+    A new rank gets as many threads as a rank of Lightning, or `threads`: 1 where this process has computed with several, which
+    a forked rank would wait for. Returns None on ranks of torchrun other than 0. Raises ValueError when the machine lacks the
+    devices.
     """
     kind = _device_kind(accelerator, devices)
     if dist.is_torchelastic_launched():
@@ -35,7 +39,7 @@ def run_on_ranks(function: Measured[T], *arguments: Any, accelerator: str, devic
         fork = kind == "cpu" and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
         start(
             _rank,
-            args=(function, kind, devices, folder, arguments),
+            args=(function, kind, devices, threads, folder, arguments),
             nprocs=devices,
             start_method="fork" if fork else "spawn",
         )
@@ -53,9 +57,18 @@ def _device_kind(accelerator: str, devices: int) -> str:
 
 
 def _rank(
-    rank: int, function: Measured[Any], kind: str, world_size: int, folder: str, arguments: tuple[Any, ...]
+    rank: int,
+    function: Measured[Any],
+    kind: str,
+    world_size: int,
+    threads: int | None,
+    folder: str,
+    arguments: tuple[Any, ...],
 ) -> None:
-    _set_num_threads_if_needed(num_processes=world_size)  # as many as a rank of Lightning gets
+    if threads is None:
+        _set_num_threads_if_needed(num_processes=world_size)
+    else:
+        torch.set_num_threads(threads)
     options = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world_size}
     result = _call(function, kind, rank, 1, arguments, **options)
     if rank == 0:

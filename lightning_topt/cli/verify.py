@@ -198,7 +198,8 @@ def _rehearsed(verification: Verification, subject: Subject, *, rank: int) -> Ve
 
 
 def _observe_here(plan: ParallelPlan, subject: Subject, config: DictConfig) -> list[Observation] | None:
-    return run_on_ranks(_observe_rank, plan, subject, config.seed, accelerator="cpu", devices=config.devices)
+    asked = plan, subject, config.seed
+    return run_on_ranks(_observe_rank, *asked, accelerator="cpu", devices=config.devices, threads=1)
 
 
 def _observe_rank(

@@ -22,6 +22,7 @@ from lightning_topt.graph.recording import Recording, Storage
 
 Key = tuple[Hashable, Hashable]  # of the module, of the call
 SCALAR: Like = (), (), torch.float32, torch.device("cpu")
+_LocalTensors = torch._C.DisableTorchFunction  # shapes as they are recorded: for user code split tensors look whole
 
 
 class RepeatedCalls:
@@ -47,24 +48,28 @@ class RepeatedCalls:
             if recorder.observed is not None or recorder.is_backward:
                 return forward(*args, **kwargs)
             structure, tensors = flatten((args, kwargs))
-            state, call_key = state_of(module), _call_key(structure, tensors, recorder)
+            with _LocalTensors():
+                state, call_key = state_of(module), _call_key(structure, tensors, recorder)
             if state is None or call_key is None or identity_of(module) != identity:
                 return forward(*args, **kwargs)
             key = self.modules[path], (state, call_key)
             surroundings = surroundings_of(module)
             model = self._models.get(key)
             if model is not None and surroundings == self._surroundings[key]:
-                return self._copy(model, path, tensors, recorder)
+                with _LocalTensors():
+                    return self._copy(model, path, tensors, recorder)
             before = surroundings, _drawn()
-            recorder.observed = observed = _open(recorder, path, key, module, tensors)
+            with _LocalTensors():
+                recorder.observed = observed = _open(recorder, path, key, module, tensors)
             try:
                 result = forward(*args, **kwargs)
             finally:
                 recorder.observed = None
             is_left = (surroundings_of(module), _drawn()) == before and flatten((args, kwargs))[0] == structure
             is_left &= state_of(module) == state and identity_of(module) == identity
-            if _close(recorder, observed, result, tensors) and is_left:
-                self._compare(recorder.recording, observed, key, surroundings)
+            with _LocalTensors():
+                if _close(recorder, observed, result, tensors) and is_left:
+                    self._compare(recorder.recording, observed, key, surroundings)
             return result
 
         return run

@@ -203,7 +203,7 @@ def test_an_explanation_adds_up_to_what_the_search_said(request_of_gpt: SearchRe
 
 
 def test_a_block_says_what_it_exchanges_along_a_tensor_axis(request_of_gpt: SearchRequest) -> None:
-    request = replace(request_of_gpt, mesh=Mesh((Axis("data", 2), Axis("tensor", 4))))
+    request = replace(request_of_gpt, mesh=Mesh((Axis("data", 2), Axis("tensor", 4))), layout="tensor")
     plans = {bool(p.plan.blocks[1].config.recompute): p.plan for p in search_plans(request).uniform}
     samples, tensor = 8, 128 * 256 * 4
     for recompute, plan in plans.items():
@@ -216,6 +216,17 @@ def test_a_block_says_what_it_exchanges_along_a_tensor_axis(request_of_gpt: Sear
         assert all(each.bytes == 2 * samples * tensor for each in block)
         forward = explained.blocks["blocks.0"].seconds["forward"]
         assert all(0 < each.seconds < forward for each in block)
+
+
+def test_plans_whose_borders_are_split_are_explained(request_of_gpt: SearchRequest) -> None:
+    request = replace(request_of_gpt, mesh=Mesh((Axis("data", 2), Axis("tensor", 4))))
+    (plan, *_) = (p.plan for p in search_plans(request).uniform if p.plan.blocks[1].config.sums)
+    explained = explain_plan(request, plan)
+    (found,) = (p for p in search_plans(request).uniform if p.plan == plan)
+    assert explained.total.step_seconds == pytest.approx(found.step_seconds)
+    assert explained.total.peak_bytes == pytest.approx(found.peak_bytes)
+    ops = {(each.op, each.during) for each in explained.blocks["blocks.1"].collectives}
+    assert {("all_gather", "forward"), ("reduce_scatter", "forward"), ("all_gather", "backward")} <= ops
 
 
 def test_plans_that_only_split_say_what_cannot_be(request_of_gpt: SearchRequest) -> None:

@@ -18,11 +18,14 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 
 class Gathered:
-    """A tensor that `gather`, given `local`, made as `whole`: `local` is kept, and `whole` made again once."""
+    """A `Gathered` is a tensor that `gather`, given `local`, made as `whole`: `local` is kept until the backward of the gather,
+    and `whole` made again once.
+    """
 
     def __init__(self, whole: Tensor, local: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
         self.address = whole.untyped_storage()._cdata
-        self.local, self._gather = local.detach(), gather
+        self.local: Tensor | None = local.detach()
+        self._gather = gather
         self._again: Tensor | None = None
         self._waits = whole.grad_fn is not None
         if whole.grad_fn is not None:
@@ -39,7 +42,7 @@ class Gathered:
         return whole
 
     def _forget(self) -> None:
-        self._again = None
+        self._again = self.local = None  # the graph, which holds this, may live on
 
 
 @contextmanager
@@ -53,7 +56,8 @@ def saved_as_slices(gathered: Sequence[Gathered]) -> Generator[None, None, None]
 
     def pack(tensor: Tensor) -> Any:
         found = by_address.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-        kept = tensor if found is None else found.local
+        local = None if found is None else found.local
+        found, kept = (None, tensor) if local is None else (found, local)
         view = None if found is None else (tensor.size(), tensor.stride(), tensor.storage_offset())
         return found, view, kept if outer is None else outer[0](kept)
 

@@ -62,7 +62,7 @@ class TensorMover:
         return moved
 
     def _held(self, kept: Any) -> Tensor | None:
-        """Return what was remembered; of copies the last one only: ranks must not differ by when Python frees the others."""
+        """Return what was remembered, of copies the last one only: ranks must not differ by when Python frees the others."""
         tensor: Tensor | None = kept if isinstance(kept, Tensor) else kept()
         return tensor if isinstance(kept, Tensor) or tensor is self._shared else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,13 +16,16 @@ from lightning_topt.cli.tasks.byte_lm import ByteGPT
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.optimizer import read_optimizer
+from lightning_topt.graph import step_run
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Replicate, Shard
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+from lightning_topt.techniques.tensor_parallel.regather import Gathered, saved_as_slices
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_axes
+from lightning_topt.techniques.tensor_parallel.split_mode import SplitMode
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from tests.launch import run_ranks
 from tests.techniques.tensor_parallel.on_ranks import check, compare
@@ -150,3 +154,42 @@ def test_numbers_of_ranks_that_are_no_product_are_refused() -> None:
         layout_axes("tensor_3d", 4)
     with pytest.raises(ValueError, match="product of 2 numbers above 1, and 7 is not: start 6, 8, 9 ranks"):
         layout_axes("tensor_2d", 7)
+
+
+def test_slices_that_were_saved_go_with_the_backward_of_their_gather() -> None:
+    local = torch.tensor([1.0, 2.0], requires_grad=True)
+    slices = local * 1
+    whole = slices * 2
+    gathered = Gathered(whole, slices, lambda given: given * 2)
+    with saved_as_slices([gathered]):
+        loss = whole.square().sum()
+    assert gathered.local is not None
+    loss.backward()  # and the graph lives on
+    assert gathered.local is None and local.grad is not None
+    assert local.grad.tolist() == [8.0, 16.0]
+
+
+@pytest.mark.parametrize("layout", ["tensor_sequence", "tensor_2d"])
+def test_blocks_alike_are_captured_once(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deep() -> nn.Module:
+        module = ByteGPT(5, 32, 4, 8)
+        module.log = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
+        return module
+
+    monkeypatch.setitem(MODELS, "deep", (deep, partial(ids, BATCH, 9)))
+    ran: list[str] = []
+
+    def counted(self: SplitMode, rule: BlockRule, *args: Any) -> Any:
+        ran.append(rule.block)
+        return run_block(self, rule, *args)
+
+    run_block = SplitMode.run_block
+    monkeypatch.setattr(SplitMode, "run_block", counted)
+    model = split_model("deep")
+    found = layout_of_model(model, layout)
+    short = model.local_graph_of(*found)
+    blocks = Counter(name for name in ran if name.startswith("blocks."))
+    assert blocks == {"blocks.0": 1, "blocks.1": 1, "blocks.2": 1}  # the first gets what the embedding made
+    monkeypatch.setattr(step_run, "find_equal", lambda module: {})
+    model._graphs.clear()
+    assert model.local_graph_of(*found) == short is not None

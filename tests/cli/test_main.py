@@ -193,7 +193,6 @@ def test_a_plan_on_a_given_mesh_says_what_its_blocks_exchange(tensor_plan):
     assert all(block.config.parameters for block in plan.blocks if block.block)
     batch = f"with batches of {plan.batch_size} in the loader a step has {32 * plan.batch_size}"
     assert batch in output and "reduce_scatter" in output
-    assert "reduce_scatter" in path.with_name("frontier.html").read_text()
 
 
 @pytest.mark.parametrize("ranks", [64, 512])

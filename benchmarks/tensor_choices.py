@@ -47,7 +47,7 @@ SET_UPS = (
         {"model": "mlp", "layers": 1, "width": 2048, "global-batch": 64},
         ranks=4,
         limit_of="tensor",
-        limit=1.15,
+        limit=1.4,
         plans=(*PLANS, MESH),
     ),
     SetUp(

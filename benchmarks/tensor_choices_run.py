@@ -92,7 +92,7 @@ def data_ranks(plan: Any, world_size: int) -> int:
     """Ranks that get samples of their own: without a given tensor axis all."""
     if isinstance(plan, dict):
         return world_size // int(plan["mesh"].get("tensor", 1))
-    return 1 if isinstance(plan, str) and plan.startswith("tensor") else world_size
+    return 1 if isinstance(plan, str) and plan.startswith(("tensor", "context")) else world_size
 
 
 def parse() -> argparse.Namespace:
@@ -142,6 +142,7 @@ def main() -> None:
         "parameters": sum(p.numel() for p in model.parameters()),
         "summary": strategy.parallel_plan.summary(),
         "reason": strategy.parallel_plan.reason,
+        "predicted_seconds": predicted.step_seconds if (predicted := strategy.parallel_plan.predicted) else None,
         "planning_seconds": strategy.planning_seconds,
         "step_seconds": monitor.measurement.median_step_seconds,
         "peak_bytes": max(p for p in monitor.measurement.peak_bytes_per_rank if p is not None),

@@ -1,0 +1,95 @@
+"""One tensor axis against three, on eight nodes of one rank joined by 1 Gb/s, on both sides of where their bytes cross.
+
+    sudo python -m benchmarks.tensor_crossing            # about 10 minutes on 4 cores; --rounds, --rate
+
+A Transformer layer of width h moves, for T tokens and on each of P = q^3 ranks, 8 (P - 1) / P T h elements on one axis and
+2 (q - 1) / q^3 (16 T h + 12 h^2) on a cube (arXiv 2105.14450), which gathers operands once more in backward: at P = 8 the cube
+moves less for h < T. Rounds are interleaved; each is a job of its own. Both plans are priced by the search, on links and
+kernels measured in the lab: what it expects to be faster is what it would choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, machine
+from benchmarks.lab import Lab, LabError, end_on_signals
+
+NODES = 8
+PLANS = ("tensor", "tensor_3d")
+# Tokens of a step, width, and the options that make them.
+CASES = (
+    (2048, 256, {"width": 256, "seq-len": 128, "global-batch": 16}),
+    (256, 1024, {"width": 1024, "seq-len": 32, "global-batch": 8}),
+)
+COMMON = {"model": "gpt", "layers": 2, "devices": 1, "num-nodes": NODES, "steps": 8, "warmup": 3}
+
+
+def run_plan(lab: Lab, options: dict[str, Any], plan: str) -> dict[str, Any]:
+    """Run one job."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        given = {**COMMON, **options, "plan": plan, "out": out}
+        arguments = [f"--{key}={value}" for key, value in given.items()]
+        lab.run(["-m", "benchmarks.tensor_choices_run", *arguments], timeout=500)
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
+
+
+def spread(values: list[float]) -> str:
+    """Median and range."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def main() -> None:
+    """Measure and write the table."""
+    end_on_signals()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rate", default="1gbit")
+    options = parser.parse_args()
+    rows = []
+    with Lab(NODES, rate=options.rate) as lab:
+        for tokens, width, given in CASES:
+            found: dict[str, list[dict[str, Any]]] = {plan: [] for plan in PLANS}
+            for _ in range(options.rounds):
+                for plan, results in found.items():
+                    results.append(run_plan(lab, given, plan))
+            seconds = {plan: [result["step_seconds"] for result in results] for plan, results in found.items()}
+            ratios = [cube / axis for axis, cube in zip(seconds["tensor"], seconds["tensor_3d"], strict=True)]
+            expected = {plan: results[-1]["predicted_seconds"] for plan, results in found.items()}
+            by_formula = (16 * tokens * width + 12 * width**2) / 4 / (7 * tokens * width)
+            rows.append(
+                f"| {tokens} | {width} | {by_formula:.2f} | {spread(seconds['tensor'])} | {spread(seconds['tensor_3d'])} "
+                f"| {spread(ratios)} | {expected['tensor']:.3f} | {expected['tensor_3d']:.3f} "
+                f"| {min(expected, key=lambda plan: expected[plan])} |"
+            )
+            print(rows[-1], flush=True)
+    lines = [
+        "# One tensor axis and three",
+        "",
+        f"`sudo python -m benchmarks.tensor_crossing --rounds {options.rounds} --rate {options.rate}`",
+        "",
+        machine(),
+        "",
+        "GPT of 2 layers on 8 nodes of one rank, one thread each. Seconds per step: median (range).",
+        "",
+        "| tokens T | width h | bytes by formula, cube / axis | one axis | cube | cube / axis | one axis, expected "
+        "| cube, expected | expected to be faster |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *rows,
+    ]
+    (RESULTS / "tensor_crossing.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LabError as error:
+        sys.exit(str(error))

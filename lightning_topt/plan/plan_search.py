@@ -59,6 +59,7 @@ class SearchRequest:
         mesh: the only mesh to look at, of as many ranks as each of `device_counts`; None: all.
         own_batches: look at meshes with a tensor axis only, whose ranks bring a batch each, as data ranks do: the ranks of a
             tensor group run these as microbatches.
+        evaluates: whether such a run has evaluations, for which every rank needs the whole parameters.
         layout: of the tensor axes of `mesh` (`split_layouts.LAYOUTS`); none: any of one axis.
     """
 
@@ -76,6 +77,7 @@ class SearchRequest:
     split: SplitModel | None = None
     mesh: Mesh | None = None
     own_batches: bool = False
+    evaluates: bool = True
     layout: str = ""
 
 
@@ -171,8 +173,8 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
         yield from _spaces_on(request, request.mesh)
     elif request.own_batches:
         for step, _ in _tensor_steps(request, count):
-            whole = step_on(request, step.mesh)
-            yield from spaces_of(saving_no_computation(step, whole), (), shards=False)
+            step = saving_no_computation(step, step_on(request, step.mesh))
+            yield from spaces_of(step if request.evaluates else replace(step, joined_bytes=0.0), (), shards=False)
     elif samples % count == 0:
         first, *rest = meshes(cluster, count)
         legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in request.exchanges)
@@ -252,7 +254,7 @@ def why_unsplit(request: SearchRequest, found: Iterable[PlanPoint]) -> dict[int,
     """Return why splits were left out that the search had looked at, by the size of the tensor axis; `found` are the uniform
     plans, of which every step on slices has some.
     """
-    known = {point.plan.mesh.shape[axis] for point in found for axis in point.plan.mesh.tensor_axes}
+    known = {point.plan.mesh.ranks_along(point.plan.mesh.tensor_axes) for point in found}
     sizes = dict.fromkeys(size for count in request.device_counts for size in _sizes_of(request, count))
     whys = {
         size: "; ".join(request.split.refusals(size)) if size in known else request.split.why_whole(size)
@@ -265,7 +267,7 @@ def why_unsplit(request: SearchRequest, found: Iterable[PlanPoint]) -> dict[int,
 def _sizes_of(request: SearchRequest, count: int) -> list[int]:
     """The sizes of the tensor axes that were looked at."""
     mesh = request.mesh
-    return _tensor_sizes(request, count) if mesh is None else [mesh.shape[axis] for axis in mesh.tensor_axes]
+    return _tensor_sizes(request, count) if mesh is None else [mesh.ranks_along(mesh.tensor_axes)]
 
 
 def _why_none(request: SearchRequest) -> str:

@@ -18,7 +18,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.techniques.tensor_parallel.block_rules import rules_of
 from lightning_topt.techniques.tensor_parallel.split_candidates import ModelSplit, SplitModel
-from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout
+from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, layout_named_by
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 
 
@@ -47,18 +47,17 @@ def tensor_steps(
     layout: str = "",
     is_needed: Callable[[TrainingStep], bool] | None = None,
 ) -> Iterator[TrainingStep]:
-    """Yield the steps of one rank on `mesh`, which has one tensor axis; `whole` is that of a data rank with nothing split.
+    """Yield the steps of one rank on `mesh`, which has tensor axes; `whole` is that of a data rank with nothing split.
 
     `is_needed` is asked before a step is captured, with one that costs at most as much. In the `layout` "tensor" tensors are
-    whole between layers; without one, the last step has them split by step, where another one was needed. In another layout
-    there is one step, along all tensor axes. Raises ValueError for several axes without such a layout, and where the model
-    cannot run in it.
+    whole between layers; without one, the last step has them split by step, where another one was needed. In another layout,
+    which others axes than ``tensor`` have by their names, there is one step. Raises ValueError for axes that have none, and
+    where the model cannot run in it.
     """
+    layout = layout or layout_named_by([mesh.names[axis] for axis in mesh.tensor_axes])
     if layout not in ("", "tensor"):
         yield layout_step(whole, split, mesh=mesh, layout=layout)
         return
-    if len(mesh.tensor_axes) > 1:
-        raise ValueError("the search splits along one tensor axis; give a plan that places parameters along several")
     prices, found = prices_on(whole, split, mesh=mesh), False
     for candidate in split.candidates(prices):
         if is_needed is not None:

@@ -12,12 +12,12 @@ from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.basics.units import parse_bytes
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import shown
-from lightning_topt.graph.mesh_axes import DATA_AXES, Axis, Mesh, data_mesh, hybrid_mesh
+from lightning_topt.graph.mesh_axes import DATA_AXES, TENSOR_AXES, Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
 from lightning_topt.plan.presets import PRESETS, Preset
-from lightning_topt.techniques.tensor_parallel.split_layouts import LAYOUTS, layout_axes
+from lightning_topt.techniques.tensor_parallel.split_layouts import LAYOUTS, layout_axes, layout_named_by
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,14 @@ def read_mesh(sizes: Any) -> MeshPlan:
     """Return the best plan on the mesh with these sizes by names of axes, outermost first. Raises PlanError."""
     if not isinstance(sizes, Mapping) or not sizes:
         raise PlanError(f"mesh maps the names of axes to sizes, such as {{'data': 2, 'tensor': 4}}; got {shown(sizes)}")
-    known = (*DATA_AXES, "tensor")
+    known = (*DATA_AXES, *TENSOR_AXES)
     if unknown := [name for name in sizes if name not in known]:
         raise PlanError(f"the mesh has an axis {shown(unknown[0])}; axes that can be searched are {', '.join(known)}")
+    if tensor := [name for name in sizes if name in TENSOR_AXES]:
+        try:
+            layout_named_by(tensor)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
     for name, size in sizes.items():
         check_whole(size, name=f"the size of axis {name!r}")
     return MeshPlan(tuple(sizes.items()))

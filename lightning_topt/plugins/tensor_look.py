@@ -120,7 +120,8 @@ def _look(
         forward_context=trainer.precision_plugin.forward_context,
         device=trainer.strategy.root_device.type,
     )
-    search = dataclasses.replace(search, graph=graph, split=split, own_batches=True, layout="tensor")
+    of_turns = {"own_batches": True, "evaluates": trainer.enable_validation, "layout": "tensor"}
+    search = dataclasses.replace(search, graph=graph, split=split, **of_turns)  # type: ignore[arg-type]
 
     def by_formula() -> tuple[str | None, list[OpGraph]]:
         if watched.changes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_topt.plan.explanation_report import whole_sentences
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_explanation import explain_plan
-from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
+from lightning_topt.plan.plan_search import SearchRequest, _spaces, local_graphs, search_plans
 from lightning_topt.plan.tensor_meshes import (
     least_seconds,
     placed_tensors,
@@ -229,6 +230,38 @@ def test_plans_whose_borders_are_split_are_explained(request_of_gpt: SearchReque
     assert {("all_gather", "forward"), ("reduce_scatter", "forward"), ("all_gather", "backward")} <= ops
 
 
+@pytest.mark.parametrize(
+    ("axes", "border"),
+    [
+        ({"tensor_tokens": 2}, [Shard(1)]),
+        ({"tensor_rows": 2, "tensor_columns": 2}, [Shard(0), Shard(2)]),
+        ({"tensor_tokens": 2, "tensor_rows": 2, "tensor_columns": 2}, None),
+    ],
+)
+def test_meshes_with_other_tensor_axes_are_searched(
+    axes: dict[str, int], border: list[Shard] | None, request_of_gpt: SearchRequest
+) -> None:
+    rest = 8 // math.prod(axes.values())
+    mesh = Mesh(tuple(Axis(name, size) for name, size in (({"data": rest} if rest > 1 else {}) | axes).items()))
+    found = search_plans(replace(request_of_gpt, device_counts=(mesh.size,), mesh=mesh))
+    assert {point.plan.mesh.names for point in found.candidates} == {mesh.names}
+    levels = {block.config.storage.level for point in found.uniform for block in point.plan.blocks}
+    assert levels == ({0, 1, 2, 3} if rest > 1 else {0})
+    for point in found.candidates:
+        (entering,) = {block.config.inputs[0] for block in point.plan.blocks if block.block.startswith("blocks.")}
+        assert border is None or [*entering] == [Replicate(), *border]
+    explained = explain_plan(replace(request_of_gpt, device_counts=(mesh.size,), mesh=mesh), found.points[0].plan)
+    assert explained.total.step_seconds == pytest.approx(found.points[0].step_seconds)
+
+
+def test_tensor_axes_without_a_layout_are_refused(request_of_gpt: SearchRequest) -> None:
+    mesh = Mesh((Axis("data", 2), Axis("tensor", 2), Axis("tensor_rows", 2)))
+    with pytest.raises(
+        ValueError, match=r"tensor axes tensor, tensor_rows; a mesh to search has one of these: tensor;"
+    ):
+        search_plans(replace(request_of_gpt, mesh=mesh))
+
+
 def test_plans_that_only_split_say_what_cannot_be(request_of_gpt: SearchRequest) -> None:
     request = replace(request_of_gpt, device_counts=(7,), mesh=Mesh((Axis("tensor", 7),)))
     with pytest.raises(PlanError, match=r"over 7 ranks: no parameter can be cut into 7 slices .*'tokens.weight'"):
@@ -348,3 +381,9 @@ def test_what_is_between_layers_may_be_split_by_step(request_of_gpt: SearchReque
     assert ParallelPlan.from_yaml(least.to_yaml()) == least
     named = search_plans(replace(request_of_gpt, mesh=mesh, shards=False, layout="tensor"))
     assert not any(block.config.sums for point in named.candidates for block in point.plan.blocks)
+
+
+def test_only_runs_with_evaluations_keep_room_for_whole_parameters(own_batches: SearchRequest) -> None:
+    for evaluates in (True, False):
+        room = [space.costs.step.joined_bytes for space in _spaces(replace(own_batches, evaluates=evaluates), 8)]
+        assert room and all((size > 0) is evaluates for size in room)

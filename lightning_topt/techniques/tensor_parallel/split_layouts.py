@@ -26,6 +26,12 @@ from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, pieces
 
 LAYOUTS = ("tensor", "tensor_sequence", "context", "tensor_2d", "tensor_3d")
+_BY_AXES = {
+    ("tensor",): "",
+    ("tensor_tokens",): "context",
+    ("tensor_rows", "tensor_columns"): "tensor_2d",
+    ("tensor_tokens", "tensor_rows", "tensor_columns"): "tensor_3d",
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,20 @@ class SplitLayout:
     placements: Mapping[str, Placements]
     rules: Mapping[str, BlockRule]
     left: tuple[str, ...] = ()
+
+
+def layout_named_by(axes: Sequence[str]) -> str:
+    """Return the layout that these tensor axes, outermost first, can only have; "" for one axis ``tensor``, which has several.
+
+    Raises ValueError where they have none.
+    """
+    if tuple(axes) in _BY_AXES:
+        return _BY_AXES[tuple(axes)]
+    known = "; ".join(", ".join(names) for names in _BY_AXES)
+    raise ValueError(
+        f"no layout is known for the tensor axes {', '.join(axes)}; a mesh to search has one of these: {known}. Others need a "
+        "plan that places tensors along them"
+    )
 
 
 def layout_axes(layout: str, ranks: int) -> tuple[Axis, ...]:

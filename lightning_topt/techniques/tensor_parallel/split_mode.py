@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,13 +21,13 @@ from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.attributes import ALIASES, ATTRIBUTES, LOCAL
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rest_of
 from lightning_topt.techniques.tensor_parallel.composites import body_of
-from lightning_topt.techniques.tensor_parallel.decisions import Decision, decide
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
-from lightning_topt.techniques.tensor_parallel.kinds import Call, Kind, Placed, replaced, tensors_in
+from lightning_topt.techniques.tensor_parallel.kinds import Kind, Placed, replaced, tensors_in
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, layout_of, local_shard, with_layout
+from lightning_topt.techniques.tensor_parallel.prepared_call import REFUSED, PreparedCall, prepare_call, refusal
 from lightning_topt.techniques.tensor_parallel.python_functions import PythonFunctionMode
 from lightning_topt.techniques.tensor_parallel.regather import saved_as_slices
-from lightning_topt.techniques.tensor_parallel.signatures import call_of, is_in_place, known_of, signature, with_tensors
+from lightning_topt.techniques.tensor_parallel.signatures import signature, with_tensors
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 from lightning_topt.techniques.tensor_parallel.tensor_mover import MOVED, TensorMover, gathered_among
 from lightning_topt.techniques.tensor_parallel.user_access import (
@@ -39,43 +38,11 @@ from lightning_topt.techniques.tensor_parallel.user_access import (
     refuse_transforms,
     set_data,
     transforms_are_on,
-    written_besides,
 )
 
 _COPIED = "_topt_copied"
-_REFUSED = {  # they give a tensor another storage or shape
-    *(
-        "__set__",
-        "set_",
-        "resize_",
-        "resize_as_",
-        "swapaxes_",
-        "swapdims_",
-        "transpose_",
-        "t_",
-        "squeeze_",
-        "unsqueeze_",
-    ),
-    *("as_strided_", "apply_", "map_"),
-}
 PLAIN = BlockRule()
 _MAX_KNOWN = 10_000  # decisions: batches of ever new lengths
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """All about a call that does not change between two of the same signature."""
-
-    kind: Kind | None
-    call: Call
-    decision: Decision
-    in_place: bool
-    sources: tuple[tuple[Placement, ...], ...]
-    moving: tuple[int, ...]  # places of arguments that may have to move
-    inputs: tuple[Layout, ...]
-    summed: tuple[bool, ...]  # by result
-    layouts: dict[Any, Layout | None] = field(default_factory=dict)  # by result and its local shape
-    memo: dict[str, Any] = field(default_factory=dict)
 
 
 class SplitMode(PythonFunctionMode):
@@ -85,7 +52,7 @@ class SplitMode(PythonFunctionMode):
         super().__init__()
         self.axes, self.mover = axes, TensorMover(axes)
         self._whole = self.mover.whole_layout
-        self._tables: dict[Any, dict[Any, _Prepared]] = {}
+        self._tables: dict[Any, dict[Any, PreparedCall]] = {}
         self._rests: dict[Any, Placement] = {}
         self._follow(rule, None)
 
@@ -171,7 +138,9 @@ class SplitMode(PythonFunctionMode):
             if func not in KINDS and (body := body_of(func)) is not None:
                 with self:
                     return body(*args, **kwargs)
-            prepared = self._prepare(func, args, kwargs, tensors)
+            prepared = prepare_call(
+                func, args, kwargs, tensors, rule=self.rule, whole=self._whole, sizes=self.axes.sizes
+            )
             if key is not None and len(self._known) < _MAX_KNOWN:
                 self._known[key] = prepared
         local = self._moved_arguments(prepared, tensors)
@@ -182,37 +151,9 @@ class SplitMode(PythonFunctionMode):
             _note_copies(tensors, local, result)
         return iter(result) if func is Tensor.__iter__ else read_only(result)
 
-    def _prepare(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
-    ) -> _Prepared:
-        known = [known_of(tensor, self._whole) for tensor in tensors]
-        kind, call, in_place = KINDS.get(func), call_of(func, args, kwargs, known), is_in_place(func, kwargs)
-        if kwargs.get("out") is not None:
-            kind = None
-        for tensor in tensors_in(written_besides(func, args, kwargs, in_place=in_place)):
-            if (layout := layout_of(tensor)) is not None:
-                raise _refusal(func, layout.placements)
-        rule = self.rule
-        decision = decide(
-            kind, call, known, self.axes.sizes, in_place=in_place, splits=rule.splits, gathers=rule.gathered
-        )
-        sources = tuple(each.layout.placements for each in known)
-        moving = tuple(
-            place
-            for place, (source, target, enters) in enumerate(
-                zip(sources, decision.inputs, decision.enters, strict=True)
-            )
-            if source != target or any(enters)
-        )
-        inputs = tuple(
-            Layout(each.layout.shape, placements) for each, placements in zip(known, decision.inputs, strict=True)
-        )
-        summed = tuple(any(isinstance(each, Partial) for each in output) for output in decision.outputs)
-        return _Prepared(kind, call, decision, in_place, sources, moving, inputs, summed)
-
     def _run(
         self,
-        prepared: _Prepared,
+        prepared: PreparedCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: Sequence[Tensor],
@@ -226,7 +167,7 @@ class SplitMode(PythonFunctionMode):
                 return self._called(prepared, args, kwargs)
         return self._called(prepared, args, kwargs)
 
-    def _called(self, prepared: _Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(self, prepared: PreparedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind, outputs = prepared.kind, prepared.decision.outputs
         if kind is None or kind.run is None or not outputs:
             return prepared.call.func(*args, **kwargs)
@@ -234,7 +175,7 @@ class SplitMode(PythonFunctionMode):
 
     # ---- arguments --------------------------------------------------------------------------------------------------
 
-    def _moved_arguments(self, prepared: _Prepared, tensors: list[Tensor]) -> list[Tensor]:
+    def _moved_arguments(self, prepared: PreparedCall, tensors: list[Tensor]) -> list[Tensor]:
         """The local tensors; the list itself where none moves."""
         if prepared.in_place:
             tensors[0].__dict__.pop(MOVED, None)
@@ -251,12 +192,12 @@ class SplitMode(PythonFunctionMode):
             where = prepared.sources[place], decision.inputs[place], decision.enters[place]
             local[place] = self.mover.move(tensors[place], *where)
         if decision.writes_back:
-            if prepared.call.func.__name__ in _REFUSED:
-                raise _refusal(prepared.call.func, prepared.sources[0])
+            if prepared.call.func.__name__ in REFUSED:
+                raise refusal(prepared.call.func, prepared.sources[0])
             local[0] = local[0].clone()
         return local
 
-    def _written_back(self, prepared: _Prepared, tensor: Tensor, whole: Tensor) -> Tensor | None:
+    def _written_back(self, prepared: PreparedCall, tensor: Tensor, whole: Tensor) -> Tensor | None:
         """Copy the slice of what a whole tensor became in place into the split one."""
         everywhere, target = self._whole.placements, prepared.sources[0]
         tensor.copy_(moves.move(whole, everywhere, target, (False,) * len(everywhere), self.axes))
@@ -264,7 +205,7 @@ class SplitMode(PythonFunctionMode):
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
-    def _placed(self, prepared: _Prepared, result: Any, local: Sequence[Tensor]) -> Any:
+    def _placed(self, prepared: PreparedCall, result: Any, local: Sequence[Tensor]) -> Any:
         if not prepared.decision.outputs:
             return result
         if isinstance(result, Tensor):
@@ -279,7 +220,7 @@ class SplitMode(PythonFunctionMode):
             return result
         return type(result)(replaced([*result], new, of=Tensor))
 
-    def _finished(self, prepared: _Prepared, tensor: Tensor, index: int, local: Sequence[Tensor]) -> Tensor:
+    def _finished(self, prepared: PreparedCall, tensor: Tensor, index: int, local: Sequence[Tensor]) -> Tensor:
         """Sum what is partial, add what waits for that, and say where the result is."""
         index = min(index, len(prepared.summed) - 1)
         placements = prepared.decision.outputs[index]
@@ -331,13 +272,6 @@ class SplitMode(PythonFunctionMode):
         if all(placement == REPLICATE for placement in placements):
             return None
         return Layout(self._whole_shape(tensor, placements), tuple(placements))
-
-
-def _refusal(func: Callable[..., Any], placements: Sequence[Placement]) -> ValueError:
-    return ValueError(
-        f"{func.__name__} changes a tensor in place that is split {' x '.join(map(str, placements))}, which is not known for "
-        "such a tensor; write it without the in-place call, or keep the tensor's block whole"
-    )
 
 
 def _note_copies(tensors: Sequence[Tensor], local: Sequence[Tensor], result: Any) -> None:

@@ -188,6 +188,7 @@ def step_in(found: SplitLayout, whole: TrainingStep, split: SplitModel, *, mesh:
         exchange=None,
         split={block: tuple(each) for block, each in placed.items()},
         computes=computes,
+        joined_bytes=_whole_bytes(whole.graph) - _whole_bytes(local) if whole.num_microbatches > 1 else 0.0,
     )
 
 

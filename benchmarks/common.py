@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,3 +68,9 @@ def machine() -> str:
 def mib(size: float) -> str:
     """Bytes as MiB."""
     return f"{size / 2**20:.0f}"
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Median and range."""
+    low, middle, high = (f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
+    return f"{middle} ({low} to {high})"

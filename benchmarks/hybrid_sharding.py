@@ -9,11 +9,10 @@ under a memory limit that plain data parallelism and ZeRO-1 do not keep.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from typing import Any
 
-from benchmarks.common import RESULTS, machine, mib
+from benchmarks.common import RESULTS, machine, mib, spread
 from benchmarks.lab import Lab, LabError, end_on_signals
 
 SIZES = {
@@ -27,11 +26,6 @@ SIZES = {
     "num-nodes": 2,
 }
 PLANS = ("ddp", "zero3", "hybrid")
-
-
-def spread(values: list[float]) -> str:
-    """Median and range."""
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> None:
@@ -65,11 +59,11 @@ def main() -> None:
         "| plan | what runs | seconds per step | MiB per rank |",
         "|---|---|---|---|",
         *(
-            f"| {name} | {found[-1]['summary']} | {spread(times[name])} | {mib(max(r['peak_bytes'] for r in found))} |"
+            f"| {name} | {found[-1]['summary']} | {spread(times[name], 2)} | {mib(max(r['peak_bytes'] for r in found))} |"
             for name, found in results.items()
         ),
         "",
-        f"Flat ZeRO-3 takes {spread(ratios)} times as long as what was searched and chosen under the limit.",
+        f"Flat ZeRO-3 takes {spread(ratios, 2)} times as long as what was searched and chosen under the limit.",
     ]
     (RESULTS / "hybrid_sharding.md").write_text("\n".join(lines) + "\n")
     print(lines[-1])

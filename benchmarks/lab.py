@@ -158,10 +158,14 @@ class Lab:
 
     def run_gpt(self, *, ranks_per_node: int, timeout: float = 500, **options: Any) -> dict[str, Any]:
         """Run `gpt_run.py` on all nodes with ``--key=value`` options; its result. Raises LabError as `run` does."""
+        return self.run_module("benchmarks.gpt_run", ranks_per_node=ranks_per_node, timeout=timeout, **options)
+
+    def run_module(self, name: str, *, ranks_per_node: int, timeout: float = 500, **options: Any) -> dict[str, Any]:
+        """Run a module that writes its result as JSON to ``--out``. Raises LabError as `run` does."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
             arguments = [f"--{key}={value}" for key, value in {**options, "out": out}.items()]
-            self.run(["-m", "benchmarks.gpt_run", *arguments], ranks_per_node=ranks_per_node, timeout=timeout)
+            self.run(["-m", name, *arguments], ranks_per_node=ranks_per_node, timeout=timeout)
             result: dict[str, Any] = json.loads(out.read_text())
             return result
 

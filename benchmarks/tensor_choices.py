@@ -10,17 +10,14 @@ chosen plan, each time as a job of its own. Regret: seconds of what was chosen o
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, JobFailed, machine, mib, run_script
+from benchmarks.common import RESULTS, JobFailed, machine, mib, run_script, spread
 from benchmarks.lab import Lab, LabError, end_on_signals
 
 MESH = '{"mesh": {"data": 2, "tensor": 2}}'
@@ -87,12 +84,7 @@ def run_plan(set_up: SetUp, lab: Lab | None, *, plan: str | None, limit: int | N
     try:
         if lab is None:
             return run_script("tensor_choices_run.py", **options)
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "result.json"
-            arguments = [f"--{key}={value}" for key, value in {**options, "out": out}.items()]
-            lab.run(["-m", "benchmarks.tensor_choices_run", *arguments], ranks_per_node=set_up.ranks, timeout=500)
-            result: dict[str, Any] = json.loads(out.read_text())
-            return result
+        return lab.run_module("benchmarks.tensor_choices_run", ranks_per_node=set_up.ranks, **options)
     except (JobFailed, LabError) as error:
         print(f"{set_up.name}: {plan}: {getattr(error, 'output', str(error))[-300:]}", flush=True)
         return None
@@ -130,11 +122,6 @@ def measure(set_up: SetUp, rounds: int) -> list[str]:
     )
     print("| " + " | ".join(cells) + " |", flush=True)
     return ["| " + " | ".join(cells) + " |"]
-
-
-def spread(values: list[float]) -> str:
-    """Median and range."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def main() -> None:

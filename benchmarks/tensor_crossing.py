@@ -11,40 +11,21 @@ kernels measured in the lab: what it expects to be faster is what it would choos
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import RESULTS, machine, spread
 from benchmarks.lab import Lab, LabError, end_on_signals
 
 NODES = 8
 PLANS = ("tensor", "tensor_3d")
 # Tokens of a step, width, and the options that make them.
-CASES = (
+CASES: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (2048, 256, {"width": 256, "seq-len": 128, "global-batch": 16}),
     (256, 1024, {"width": 1024, "seq-len": 32, "global-batch": 8}),
 )
-COMMON = {"model": "gpt", "layers": 2, "devices": 1, "num-nodes": NODES, "steps": 8, "warmup": 3}
-
-
-def run_plan(lab: Lab, options: dict[str, Any], plan: str) -> dict[str, Any]:
-    """Run one job."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        given = {**COMMON, **options, "plan": plan, "out": out}
-        arguments = [f"--{key}={value}" for key, value in given.items()]
-        lab.run(["-m", "benchmarks.tensor_choices_run", *arguments], timeout=500)
-        result: dict[str, Any] = json.loads(out.read_text())
-        return result
-
-
-def spread(values: list[float]) -> str:
-    """Median and range."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+RUN = "benchmarks.tensor_choices_run"
+COMMON: dict[str, Any] = {"model": "gpt", "layers": 2, "devices": 1, "num-nodes": NODES, "steps": 8, "warmup": 3}
 
 
 def main() -> None:
@@ -60,7 +41,7 @@ def main() -> None:
             found: dict[str, list[dict[str, Any]]] = {plan: [] for plan in PLANS}
             for _ in range(options.rounds):
                 for plan, results in found.items():
-                    results.append(run_plan(lab, given, plan))
+                    results.append(lab.run_module(RUN, ranks_per_node=1, **COMMON, **given, plan=plan))
             seconds = {plan: [result["step_seconds"] for result in results] for plan, results in found.items()}
             ratios = [cube / axis for axis, cube in zip(seconds["tensor"], seconds["tensor_3d"], strict=True)]
             expected = {plan: results[-1]["predicted_seconds"] for plan, results in found.items()}

@@ -95,14 +95,17 @@ def step_of(whole: TrainingStep, local: OpGraph, *, mesh: Mesh, split: ModelSpli
     """Return the step `local` of one rank on `mesh` under `split`, which splits so many `calls`; `whole` as in
     `tensor_steps`.
     """
+    placed = split.by_block([block.name for block in whole.graph.blocks])
+    return replace(_on_slices(whole, local, mesh=mesh), split=placed, split_calls=calls)
+
+
+def _on_slices(whole: TrainingStep, local: OpGraph, *, mesh: Mesh) -> TrainingStep:
     return replace(
         whole,
         graph=local,
         mesh=mesh,
         optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
         exchange=None,
-        split=split.by_block([block.name for block in whole.graph.blocks]),
-        split_calls=calls,
         joined_bytes=_whole_bytes(whole.graph) - _whole_bytes(local) if whole.num_microbatches > 1 else 0.0,
     )
 
@@ -180,16 +183,8 @@ def step_in(found: SplitLayout, whole: TrainingStep, split: SplitModel, *, mesh:
         for block, rule in found.rules.items()
         if block in placed
     }
-    return replace(
-        whole,
-        graph=local,
-        mesh=mesh,
-        optimizer=whole.optimizer.of_slices(_shares(local, whole.graph)),
-        exchange=None,
-        split={block: tuple(each) for block, each in placed.items()},
-        computes=computes,
-        joined_bytes=_whole_bytes(whole.graph) - _whole_bytes(local) if whole.num_microbatches > 1 else 0.0,
-    )
+    split_by_block = {block: tuple(each) for block, each in placed.items()}
+    return replace(_on_slices(whole, local, mesh=mesh), split=split_by_block, computes=computes)
 
 
 def layout_of_plan(plan: ParallelPlan) -> SplitLayout:

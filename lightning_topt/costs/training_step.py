@@ -253,9 +253,14 @@ class TrainingStep:
 
     @cached_property
     def accumulation_seconds(self) -> float:
-        """Seconds to add up the gradients of microbatches: read twice and written for each but the first, scaled once."""
-        size = sum(map(gradient_bytes, self.graph.parameters))
-        return (1.5 * (self.num_microbatches - 1) + 1) * self.copy_seconds(size) if self.num_microbatches > 1 else 0.0
+        """Seconds to add up the gradients of microbatches: read twice and written for each but the first, scaled once. Each
+        takes the memory of its own anew.
+        """
+        if self.num_microbatches == 1:
+            return 0.0
+        size, count = sum(map(gradient_bytes, self.graph.parameters)), self.num_microbatches
+        faults = count * size * self.cluster.device.page_fault_seconds_per_byte
+        return (1.5 * (count - 1) + 1) * self.copy_seconds(size) + faults
 
 
 def number_alike_blocks(step: TrainingStep) -> dict[str, int]:

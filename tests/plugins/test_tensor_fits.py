@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plugins.read_options import MeshPlan, read_plan_option
+from tests.plugins.split_plans import split_plan
 from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks, topt_trainer
 
 
@@ -43,25 +44,7 @@ class Counted(RecordingGPT):
 
 
 def plan(data: int, storage: str) -> dict[str, Any]:
-    placed = {
-        name: {"data": "replicate", "tensor": shard}
-        for name, shard in {
-            "qkv.weight": "shard(0, parts=3)",
-            "qkv.bias": "shard(0, parts=3)",
-            "project.weight": "shard(1)",
-            "up.weight": "shard(0)",
-            "up.bias": "shard(0)",
-            "down.weight": "shard(1)",
-        }.items()
-    }
-    blocks: list[dict[str, Any]] = [
-        {"block": f"blocks.{index}", "storage": storage, "recompute": index == 0, "computes": {"parameters": placed}}
-        for index in range(2)
-    ]
-    rest = {"tokens.weight": {"data": "replicate", "tensor": "shard(0)"}}
-    blocks.append({"block": "", "storage": storage, "computes": {"parameters": rest}})
-    mesh = [{"name": "data", "size": data}, {"name": "tensor", "size": 2}]
-    return {"version": 2, "mesh": mesh, "stages": [{"blocks": blocks}]}
+    return split_plan(data, storage, recomputed={0})
 
 
 def fit(rank: int, data: int, storage: str, folder: Path, resume: Path | None = None) -> Any:

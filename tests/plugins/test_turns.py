@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from tests.models import GPT
+from tests.plugins.split_plans import split_plan
 from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
 
 
@@ -103,25 +104,7 @@ class Rich(GPT):
 
 
 def plan(data: int, storage: str = "ddp", *, recompute: bool = False) -> dict[str, Any]:
-    placed = {
-        name: {"data": "replicate", "tensor": shard}
-        for name, shard in {
-            "qkv.weight": "shard(0, parts=3)",
-            "qkv.bias": "shard(0, parts=3)",
-            "project.weight": "shard(1)",
-            "up.weight": "shard(0)",
-            "up.bias": "shard(0)",
-            "down.weight": "shard(1)",
-        }.items()
-    }
-    blocks: list[dict[str, Any]] = [
-        {"block": f"blocks.{i}", "storage": storage, "recompute": recompute, "computes": {"parameters": placed}}
-        for i in range(2)
-    ]
-    rest = {"tokens.weight": {"data": "replicate", "tensor": "shard(0)"}}
-    blocks.append({"block": "", "storage": storage, "computes": {"parameters": rest}})
-    mesh = [{"name": "data", "size": data}, {"name": "tensor", "size": 2}]
-    return {"version": 2, "mesh": mesh, "stages": [{"blocks": blocks}], "num_microbatches": 2}
+    return {**split_plan(data, storage, recomputed=range(2) if recompute else ()), "num_microbatches": 2}
 
 
 CPU = Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_topt"
 # each imports itself and what is before
 STAGES = ["graph", "costs", "techniques", "frontier", "plan", "execution", "plugins", "cli"]
-BESIDE = ["communication", "optim", "data"]  # import no stage
+BESIDE = ["communication", "optim", "data", "schedules"]  # import no stage
 BELOW = "basics"  # imports nothing of the package
 ALLOWED = {stage: STAGES[: index + 1] + BESIDE for index, stage in enumerate(STAGES)}
 ALLOWED |= {beside: [beside] for beside in BESIDE}

@@ -1,0 +1,61 @@
+"""`Schedule`: for every rank of a pipeline the passes that it runs, in order.
+
+Stages are numbered along the forward pass, 0 to S - 1; a rank may run several of them. Sends and receives are not among the
+actions: they follow from which rank runs which stage and what stages need of one another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One pass of one microbatch through one stage.
+
+    ``"backward"`` computes the gradients of what the stage received and of its parameters; ``"backward_input"`` the former
+    alone, with which the stage before can go on, and ``"backward_weight"`` the latter later (zero bubble; Qi et al., arXiv
+    2401.10241).
+    """
+
+    kind: Kind
+    stage_index: int
+    microbatch_index: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A `Schedule` has the `actions` of each rank of a pipeline, (rank, action); stage s runs on rank ``rank_of_stage[s]``.
+
+    Ranks are positions along the pipeline axis. Nothing is checked here: see `schedule_check`.
+    """
+
+    name: str
+    num_microbatches: int
+    rank_of_stage: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages on all ranks."""
+        return len(self.rank_of_stage)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks along the pipeline."""
+        return len(self.actions)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that `rank` runs, in order of the forward pass."""
+        return self._stages.get(rank, ())
+
+    @cached_property
+    def _stages(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for stage, rank in enumerate(self.rank_of_stage):
+            found[rank] = (*found.get(rank, ()), stage)
+        return found

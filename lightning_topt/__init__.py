@@ -4,8 +4,9 @@
 
 A stage may import what earlier stages produce, never what later ones do; `communication` (the exchange of gradients),
 `optim` (the shared optimizer step), `data` (caches of samples) and `schedules` (of pipelines) stand beside them, `basics`
-below all. Importing this package registers the strategy names ``"topt"`` and ``"topt_compressed"`` with Lightning, with the endings that its ``"ddp"`` has
-(``"_spawn"``, ``"_find_unused_parameters_true"``); the classes themselves are imported when they are first used.
+below all. Importing this package registers the strategy names ``"topt"`` and ``"topt_compressed"`` with Lightning, with the
+endings that its ``"ddp"`` has (``"_spawn"``, ``"_find_unused_parameters_true"``); the classes themselves are imported when they
+are first used.
 """
 
 import importlib

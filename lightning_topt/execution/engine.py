@@ -34,11 +34,11 @@ from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer
 from lightning_topt.execution.gathered_state import gather_module_state, place_module_state
 from lightning_topt.execution.mesh import check_world_size, layout_difference
-from lightning_topt.execution.schedule import Action, single_stage_schedule
 from lightning_topt.execution.sharded_checkpoint import StoredModule
 from lightning_topt.execution.tensor_chunks import chunks_of
 from lightning_topt.optim import sharded_gradients
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.schedules.schedule import Schedule, single_stage_schedule
 from lightning_topt.techniques.block_parameters import check_blocks, check_tied, parameters_by_block
 from lightning_topt.techniques.registry import TECHNIQUES, check_runs
 from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions
@@ -70,7 +70,7 @@ class Engine:
         self._joined = False
         self._model: nn.Module = module
         self._optimizers: dict[Optimizer, AttachedOptimizer] = {}
-        self._schedules: dict[int, tuple[Action, ...]] = {}
+        self._schedules: dict[int, Schedule] = {}
         self.data_group: dist.ProcessGroup | None = None  # that the batch is split among, once applied; None: all ranks
         self.exchange: CompressedExchange | None = None  # of the plan's gradients, once applied
         try:
@@ -132,9 +132,9 @@ class Engine:
         """
         count = len(microbatches)
         losses: dict[int, Tensor] = {}
-        for action in self._schedules.setdefault(count, single_stage_schedule(count)):
+        for action in self._schedules.setdefault(count, single_stage_schedule(count)).actions[0]:
             index = action.microbatch_index
-            with self.around_step(), nullcontext() if action.exchanges else self.no_sync():
+            with self.around_step(), nullcontext() if index == count - 1 else self.no_sync():
                 if action.kind == "forward":
                     losses[index] = loss_fn(self._model, microbatches[index])
                 else:

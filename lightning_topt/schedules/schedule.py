@@ -59,3 +59,15 @@ class Schedule:
         for stage, rank in enumerate(self.rank_of_stage):
             found[rank] = (*found.get(rank, ()), stage)
         return found
+
+
+def single_stage_schedule(num_microbatches: int) -> Schedule:
+    """Return data parallelism's schedule: one rank, one stage, forward and backward of each microbatch in turn.
+
+    Raises ValueError for less than one microbatch.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"a step has at least one microbatch, got {num_microbatches}")
+    kinds: tuple[Kind, ...] = ("forward", "backward")
+    actions = tuple(Action(kind, 0, index) for index in range(num_microbatches) for kind in kinds)
+    return Schedule("single_stage", num_microbatches, (0,), (actions,))

@@ -1,11 +1,10 @@
-"""Meshes against the nodes of a run, and schedules, without ranks."""
+"""Meshes against the nodes of a run, without ranks."""
 
 from __future__ import annotations
 
 import pytest
 
 from lightning_topt.execution.mesh import layout_difference
-from lightning_topt.execution.schedule import single_stage_schedule
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
 
 
@@ -30,11 +29,3 @@ from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
 def test_nodes_other_than_the_plan_was_made_for(mesh: Mesh, ranks_per_node: int, found: str | None) -> None:
     difference = layout_difference(mesh, ranks_per_node=ranks_per_node)
     assert difference is None if found is None else found in (difference or "")
-
-
-def test_the_schedule_of_one_stage() -> None:
-    actions = single_stage_schedule(3)
-    assert [(a.kind[0], a.microbatch_index) for a in actions] == [(k, i) for i in range(3) for k in "fb"]
-    assert [a.exchanges for a in actions] == [False] * 4 + [True] * 2
-    with pytest.raises(ValueError, match="at least one microbatch"):
-        single_stage_schedule(0)

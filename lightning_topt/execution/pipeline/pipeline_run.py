@@ -190,6 +190,10 @@ class PipelineRun:
             device=self.device,
         )
 
+    def sync_buffers(self) -> None:
+        """Give all ranks the buffers that stages have changed."""
+        self._buffers.sync()
+
     # ---- states -----------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """A training step on fake tensors -> `StepFlow`: which calls of units it makes, and what each of them needs of earlier ones.
 
-[Note: what runs for real] Parameters and buffers are fake, the batch is real: what is computed of the batch alone has values,
-so that Python code may read them, as it does on every rank. The flow then holds for this batch alone. Values that come from
-units cannot be read before the last call, since stages without them could not follow; after it they read as zero here.
+[Note: values] Parameters, buffers and the batch are fake at first. Where this fails the batch is real: what is computed of the
+batch alone then has values, so that Python code may read them, as it does on every rank, and the flow holds for this batch
+alone. Values that come from units cannot be read before the last call, since stages without them could not follow; after it
+they read as zero here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +20,11 @@ from lightning_topt.graph.errors import CaptureError, explain
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.flow_recorder import FlowRecorder
 from lightning_topt.graph.no_trace import no_trace
+from lightning_topt.graph.real import real_batch
+from lightning_topt.graph.sample_counts import fake_batch
 from lightning_topt.graph.silence import runs_metrics
 from lightning_topt.graph.step_flow import StepFlow
-from lightning_topt.graph.structures import map_tensors, tensors_in
+from lightning_topt.graph.structures import tensors_in
 
 ADVICE = "Give a plan without a pipeline, or named blocks that contain this code."
 LIGHTNING_LOGS = ("log", "log_dict")
@@ -49,14 +53,34 @@ def trace_flow(
     the step itself raises; ValueError for units that are not there or inside of one another.
     """
     check_units(module, units)
+    attempt = partial(_attempt, module, run, batch, units=units, device=torch.device(device), context=forward_context)
+    try:
+        return attempt(has_values=False)
+    except Exception:
+        return attempt(has_values=True)
+
+
+def _attempt(
+    module: nn.Module,
+    run: Callable[[nn.Module, Any], Any],
+    batch: Any,
+    *,
+    units: Collection[str],
+    device: torch.device,
+    context: Callable[[], AbstractContextManager[Any]],
+    has_values: bool,
+) -> StepFlow:
     with no_trace(module), torch.compiler.set_stance("force_eager"):
-        copied, _mode = fake_copy(module, device=device)
-        own_batch = map_tensors(batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        copied, mode = fake_copy(module, device=device)
+        own_batch = real_batch(batch)
+        if not has_values:
+            with mode:
+                own_batch = fake_batch(batch, samples=(1, 1), device=device)
         recorder = FlowRecorder(copied, list(tensors_in(own_batch)), units=units)
         _record_logs(copied, recorder)
         torch.set_autocast_cache_enabled(False)  # a cast kept from one unit to the next would be a tensor that it hides
         try:
-            with recorder, forward_context():
+            with recorder, context():
                 result = run(copied, own_batch)
             recorder.finish(result, copied)
         except CaptureError:

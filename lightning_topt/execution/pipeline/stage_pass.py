@@ -164,6 +164,7 @@ class StagePass:
         """Keep what a call of this stage returned where later stages need it."""
         unit = self.flow.calls[index]
         leaves = tree_leaves(result)
+        _check_real(leaves, f"block {unit.module!r} returns")
         if len(leaves) != len(unit.leaves):
             raise self._surprise(state, unit.module)
         for number, tensor in enumerate(leaves):

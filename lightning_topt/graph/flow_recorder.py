@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_topt.graph.draws import draw_of
-from lightning_topt.graph.errors import CaptureError, line_of_caller
+from lightning_topt.graph.errors import CaptureError, check_no_reentrant_checkpoint, line_of_caller
 from lightning_topt.graph.kernels import is_view
 from lightning_topt.graph.provenance import Origin, Provenance
 from lightning_topt.graph.silence import runs_metrics
@@ -72,6 +72,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rewritten: set[TensorRef] = set()
         self._value_read = ""
         self._reads_values = False
+        self._has_gradients = torch.is_grad_enabled()
         self._host_state, self._draws_on_host = _host_draws(), False
         self._begin(module, batch)
         self._units = unit_modules(module, units)
@@ -138,6 +139,13 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._value_read = self._value_read or line_of_caller()
         return torch.zeros((), dtype=tensor.dtype).tolist() if isinstance(tensor, FakeTensor) else None
 
+    def values(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor as which `tensor` reads outside of operators; None to let it be read."""
+        if not isinstance(tensor, FakeTensor) or self._at >= 0:
+            return None
+        self._value(tensor)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
     # ---- calls of units ----------------------------------------------------------------------------------------------
 
     def _call(self, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -149,6 +157,8 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"the shapes of what others compute.\n{self._value_read}Move this to the end of the step, or into a block, or "
                 "give a plan without a pipeline."
             )
+        if self._has_gradients and not torch.is_grad_enabled():
+            check_no_reentrant_checkpoint(path)
         at = len(self._calls)
         tensors = (t for t in (*module.parameters(), *module.buffers()) if is_strided(t))
         own = {id(self._origins.origin(tensor)) for tensor in tensors}

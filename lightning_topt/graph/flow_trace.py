@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_topt.graph.errors import CaptureError, explain
 from lightning_topt.graph.fake import fake_copy
@@ -27,6 +28,7 @@ from lightning_topt.graph.step_flow import StepFlow
 from lightning_topt.graph.structures import tensors_in
 
 ADVICE = "Give a plan without a pipeline, or named blocks that contain this code."
+READS_VALUES = {Tensor.__format__, Tensor.numpy, Tensor.tolist, Tensor.__array__}
 LIGHTNING_LOGS = ("log", "log_dict")
 METRIC_METHODS = ("update", "forward", "compute")
 
@@ -80,7 +82,7 @@ def _attempt(
         _record_logs(copied, recorder)
         torch.set_autocast_cache_enabled(False)  # a cast kept from one unit to the next would be a tensor that it hides
         try:
-            with recorder, context():
+            with recorder, _Readable(recorder), context():
                 result = run(copied, own_batch)
             recorder.finish(result, copied)
         except CaptureError:
@@ -90,6 +92,19 @@ def _attempt(
                 raise explained from error
             raise
     return recorder.flow()
+
+
+class _Readable(TorchFunctionMode):
+    """Lets fake tensors be printed and become lists and arrays, as which they hold zeros."""
+
+    def __init__(self, recorder: FlowRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS_VALUES and (values := self._recorder.values(args[0])) is not None:
+            args = (values, *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 def check_units(module: nn.Module, units: Collection[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import suppress
 
 import torch
 from torch._subclasses import fake_tensor
+from torch.utils import checkpoint
 
 WAY_OUT = 'Give an explicit plan, which needs no capture: AutoParallelStrategy(plan="ddp").'
 
@@ -92,6 +94,18 @@ def user_line(error: BaseException) -> str:
 def line_of_caller() -> str:
     """Return the innermost line outside libraries that is running, as `user_line` does."""
     return _innermost(traceback.extract_stack())
+
+
+def check_no_reentrant_checkpoint(unit: str) -> None:
+    """Raise CaptureError where the caller runs inside of a reentrant ``torch.utils.checkpoint``, which hides the graph."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
+            raise CaptureError(
+                f"torch.utils.checkpoint(use_reentrant=True) holds block {unit!r}, and hides from a pipeline which gradients "
+                "it needs; pass use_reentrant=False, or let the plan recompute"
+            )
 
 
 def _innermost(found: traceback.StackSummary) -> str:

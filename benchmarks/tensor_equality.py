@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.common import RESULTS, machine
-from benchmarks.equality_tables import Refusal, cell, commit, count_cells, read_rows, reasons, table
+from benchmarks.equality_runs import Outcome, differences, optimizer_of, run_group
+from benchmarks.equality_tables import cell, commit, count_cells, read_rows, reasons, table
 from benchmarks.tensor_equality_models import MODELS, Model, made
 from benchmarks.tensor_equality_plans import PLANS, Plan
 from lightning_topt.communication.topology import Topology
@@ -33,24 +32,6 @@ from lightning_topt.execution.gathered_state import gather_module_state
 from lightning_topt.techniques.technique import RunOptions
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The state of one step: by name of the parameter."""
-
-    loss: float
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-
-
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in two groups. A large eps: a gradient that is zero but for rounding is not to become a step."""
-    groups = [
-        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in module.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-2)
 
 
 def _precision(plan: Plan) -> AbstractContextManager[Any]:
@@ -112,27 +93,6 @@ def run_plan(rank: int, model: Model, plan: Plan) -> Outcome:
     return Outcome(float(mean) / world, gradients, parameters)
 
 
-def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
-    """Return the largest differences: of the loss relative to it, else relative to the largest element of the tensor.
-
-    Gradients that are zero but for rounding (of a key's bias) are compared with a thousandth of the largest one.
-    """
-    assert set(found.gradients) == set(expected.gradients), "gradients on one side only"
-    floor = 1e-3 * max(float(value.abs().max()) for value in expected.gradients.values())
-    return {
-        "loss": abs(found.loss - expected.loss) / abs(expected.loss),
-        "gradients": _largest(found.gradients, expected.gradients, floor),
-        "parameters": _largest(found.parameters, expected.parameters, 1e-3),
-    }
-
-
-def _largest(found: dict[str, Tensor], expected: dict[str, Tensor], floor: float) -> float:
-    return max(
-        float((found[name] - value).abs().max() / value.abs().max().clamp(min=floor))
-        for name, value in expected.items()
-    )
-
-
 # ---- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -166,43 +126,6 @@ def against_one_process(found: Outcome, model: Model, plan: Plan) -> dict[str, t
     return {quantity: (value, limits[quantity]) for quantity, value in differences(found, expected).items()}
 
 
-def _rank(rank: int, world: int, store: str, names: Sequence[str], plans: Sequence[Plan], results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    for plan, model, found in compare(rank, names, plans):
-        if rank == 0 or (isinstance(found, str) and not isinstance(found, Refusal)):
-            results.put((plan, model, found))
-    results.put(None)
-    dist.destroy_process_group()
-
-
-def run_group(world: int, names: Sequence[str], plans: Sequence[Plan]) -> dict[tuple[str, str], Any]:
-    """Run `plans` of so many ranks on the models `names`."""
-    context = multiprocessing.get_context("fork")
-    results: Any = context.SimpleQueue()
-    for plan, name in itertools.product(plans, names):
-        plan.refusal(MODELS[name])  # layouts are found once for all ranks
-    found: dict[tuple[str, str], Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        given = world, f"{folder}/store", names, plans, results
-        ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(world)]
-        for process in ranks:
-            process.start()
-        left = world
-        while left:
-            if (item := results.get()) is None:
-                left -= 1
-            else:
-                plan, model, value = item
-                found.setdefault((plan, model), value)
-                print(f"{world} ranks, {plan}, {model}: {value}", flush=True)
-        for process in ranks:
-            process.join()
-    return found
-
-
 def row(plan: Plan, names: Sequence[str], found: Mapping[tuple[str, str], Any]) -> str:
     """Return the row of `plan`."""
     cells = [cell(found.get((plan.name, name)), shows_limits=plan.bfloat16) for name in names]
@@ -221,7 +144,10 @@ def main() -> None:
     plans = [plan for plan in PLANS if options.only is None or any(text in plan.name for text in options.only)]
     start, found = time.perf_counter(), {}
     for world in sorted({plan.mesh.size for plan in plans}):
-        found |= run_group(world, options.models, [plan for plan in plans if plan.mesh.size == world])
+        of_size = [plan for plan in plans if plan.mesh.size == world]
+        for plan, name in itertools.product(of_size, options.models):
+            plan.refusal(MODELS[name])  # layouts are found once for all ranks
+        found |= run_group(world, partial(compare, names=options.models, plans=of_size))
     part = "" if options.only is None else " for some of the rows"
     minutes = (time.perf_counter() - start) / 60
     rows = {plan.name: row(plan, options.models, found) for plan in plans}

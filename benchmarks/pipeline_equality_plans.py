@@ -9,9 +9,10 @@ from benchmarks.equality_tables import Refusal
 from benchmarks.tensor_equality_models import Model
 from benchmarks.tensor_equality_plans import Plan
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
+from lightning_topt.schedules.make_schedule import SCHEDULES
 
-ONE_STAGE = ("gpipe", "1f1b", "zero_bubble")  # per rank
-TWO_STAGES = ("interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv")
+ONE_STAGE = [name for name, rule in SCHEDULES.items() if rule.least_stages == 1]  # per rank
+TWO_STAGES = [name for name, rule in SCHEDULES.items() if rule.least_stages == 2]
 D2, T2 = ("data", 2), ("tensor", 2)
 
 
@@ -33,7 +34,7 @@ class PipelinePlan(Plan):
 
     def of(self, model: Model) -> ParallelPlan:
         """Return the plan for `model`."""
-        *blocks, rest = super().of(model).blocks
+        *blocks, rest = self.blocks_of(model)
         return ParallelPlan(
             self.mesh,
             tuple(StagePlan((*part, rest)) for part in _parts(blocks, self.num_stages)),
@@ -95,5 +96,6 @@ PLANS: list[PipelinePlan] = [
     *(_plan(schedule, ranks) for schedule in ONE_STAGE for ranks in (2, 3, 4, 8)),
     *(_plan(schedule, ranks) for schedule in TWO_STAGES for ranks in (2, 3, 4)),
     _plan("1f1b", 4, microbatches=2, note=", fewer microbatches than stages"),
+    _plan("interleaved", 3, microbatches=4, note=", microbatches that ranks do not divide"),
     *_mixtures(),
 ]

@@ -61,14 +61,18 @@ class Plan:
 
     def of(self, model: Model) -> ParallelPlan:
         """Return the plan for `model`. Raises LayoutRefused where it cannot run in the layout."""
-        presets = self.storage.split()
         if self.layout:
+            presets = self.storage.split()
             storage, recompute = _storage(presets[-1].rstrip("+"), self.mesh), presets[0].endswith("+")
             found = layout_blocks(
                 model.make, model.batch, layout=self.layout, mesh=self.mesh, storage=storage, recompute=recompute
             )
             return ParallelPlan.of_blocks(found, mesh=self.mesh)
-        blocks = []
+        return ParallelPlan.of_blocks(self.blocks_of(model), mesh=self.mesh, gradient_exchange=self.exchange)
+
+    def blocks_of(self, model: Model) -> list[BlockPlan]:
+        """Return the blocks of the plan for `model` without a layout, the block "" last."""
+        presets, blocks = self.storage.split(), []
         for index, name in enumerate([*model.blocks, ""]):
             preset = presets[index % (len(presets) - 1) if name and len(presets) > 1 else -1]
             config = OpConfig(
@@ -76,7 +80,7 @@ class Plan:
                 parameters=self._parameters(model, name),
             )  # fmt: skip
             blocks.append(BlockPlan(name, config if self.change is None else self.change(model, name, config)))
-        return ParallelPlan.of_blocks(blocks, mesh=self.mesh, gradient_exchange=self.exchange)
+        return blocks
 
     def refusal(self, model: Model) -> Refusal | None:
         """Return why `model` cannot run in the layout; None where it can."""

@@ -29,7 +29,8 @@ def line(setting: str, row: dict[str, Any]) -> str:
     """Return a row of the table."""
     of_time, of_bytes = (f"{100 * error:+.1f} %" for error in errors(row))
     peaks = f"{mib(max(row['expected_bytes']))} | {mib(max(row['bytes']))}"
-    return f"| {setting} | {row['case']} | {row['expected_seconds']:.3f} | {row['seconds']:.3f} | {of_time} | {peaks} | {of_bytes} |"
+    seconds = f"{row['expected_seconds']:.3f} | {row['seconds']:.3f}"
+    return f"| {setting} | {row['case']} | {seconds} | {of_time} | {peaks} | {of_bytes} |"
 
 
 def shares(values: Sequence[float]) -> str:
@@ -66,9 +67,9 @@ def main() -> None:
         "",
         f"- {len(rows)} runs: |error| of time {shares(of_time)}; of peak bytes {shares(of_bytes)}",
         "",
-        "Eight Transformer layers, one thread per rank, 8 microbatches; forward and backward. Seconds of passes come from short",
-        "runs of another schedule with 2 and 4 microbatches, those of transfers from tensors of the same size sent back and",
-        "forth, bytes from the peaks of the short runs. MiB: of the rank with the most; their error: the largest of a rank.",
+        "Eight Transformer layers, one thread per rank, 8 microbatches; forward and backward. Seconds of passes come from",
+        "short runs of another schedule with 2 and 4 microbatches, those of transfers from tensors of the same size sent",
+        "back and forth, bytes from the peaks of the short runs. MiB: of the rank with the most; error: the largest of a rank.",
         "",
         "| setting | schedule | simulated s | measured s | error | simulated MiB | measured MiB | error |",
         "|---" * 8 + "|",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.equality_tables import Refusal
 
-Cases = Callable[[int], Iterator[tuple[str, str, Any]]]
+Cases = Callable[[int, Collection[tuple[str, str]]], Iterator[tuple[str, str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -60,34 +60,48 @@ def largest(found: dict[str, Tensor], expected: dict[str, Tensor], floor: float)
 
 
 def run_group(world: int, cases: Cases) -> dict[tuple[str, str], Any]:
-    """Run ``cases(rank)`` on so many forked ranks; what rank 0 yields, and errors of any rank, by plan and model."""
+    """Run ``cases(rank, done)`` on so many forked ranks; what rank 0 yields, and errors of any rank, by plan and model.
+
+    After an error ranks start anew; `done` has the plans and models before it, and that with the error.
+    """
+    found: dict[tuple[str, str], Any] = {}
+    while _run_ranks(world, cases, found):
+        pass
+    return found
+
+
+def _run_ranks(world: int, cases: Cases, found: dict[tuple[str, str], Any]) -> bool:
+    """Add to `found`; whether there was an error, after which cases may be left."""
     context = multiprocessing.get_context("fork")
     results: Any = context.SimpleQueue()
-    found: dict[tuple[str, str], Any] = {}
+    failed = False
     with tempfile.TemporaryDirectory() as folder:
-        given = world, f"{folder}/store", cases, results
+        given = world, f"{folder}/store", cases, frozenset(found), results
         ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(world)]
         for process in ranks:
             process.start()
         left = world
-        while left:
+        while left and not failed:
             if (item := results.get()) is None:
                 left -= 1
-            else:
-                plan, model, value = item
-                found.setdefault((plan, model), value)
-                print(f"{world} ranks, {plan}, {model}: {value}", flush=True)
+                continue
+            plan, model, value = item
+            found[plan, model] = value
+            failed = isinstance(value, str) and not isinstance(value, Refusal)
+            print(f"{world} ranks, {plan}, {model}: {value}", flush=True)
         for process in ranks:
+            if failed:
+                process.kill()
             process.join()
-    return found
+    return failed
 
 
-def _rank(rank: int, world: int, store: str, cases: Cases, results: Any) -> None:
+def _rank(rank: int, world: int, store: str, cases: Cases, done: Collection[tuple[str, str]], results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
-    for plan, model, found in cases(rank):
+    for plan, model, found in cases(rank, done):
         if rank == 0 or (isinstance(found, str) and not isinstance(found, Refusal)):
             results.put((plan, model, found))
     results.put(None)

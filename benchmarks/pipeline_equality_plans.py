@@ -10,6 +10,7 @@ from benchmarks.tensor_equality_models import Model
 from benchmarks.tensor_equality_plans import Plan
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.techniques.registry import check_runs
 
 ONE_STAGE = [name for name, rule in SCHEDULES.items() if rule.least_stages == 1]  # per rank
 TWO_STAGES = [name for name, rule in SCHEDULES.items() if rule.least_stages == 2]
@@ -44,10 +45,13 @@ class PipelinePlan(Plan):
 
     def refusal(self, model: Model) -> Refusal | None:
         """Return why `model` is not compared under this plan."""
-        drawn = "dropout" in model.make.__name__
-        return (
-            Refusal("a data or tensor axis draws other numbers than one process") if drawn and not self.draws else None
-        )
+        if "dropout" in model.make.__name__ and not self.draws:
+            return Refusal("ranks of a data or tensor axis draw other numbers than one process")
+        try:
+            check_runs(self.mesh, self.of(model).configs, None)
+        except ValueError as error:
+            return Refusal(error)
+        return None
 
 
 def _parts(blocks: Sequence[BlockPlan], count: int) -> Iterator[Sequence[BlockPlan]]:

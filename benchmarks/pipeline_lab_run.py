@@ -20,6 +20,7 @@ from benchmarks.pipeline_cuts import block_seconds, check_blocks, cut, plan_of, 
 from benchmarks.pipeline_lab_models import MODELS, LabModel
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory_meter import MemoryMeter
+from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 
@@ -57,9 +58,9 @@ def pipeline(
     mesh = Mesh((Axis("pipeline", dist.get_world_size(), "inter"),))
     plan = plan_of(model.blocks, starts[0], mesh=mesh, schedule=options.schedule, microbatches=options.microbatches)
     engine = Engine(plan, module, device=CPU)
-    engine.apply()
     count = options.microbatches
     microbatches = list(zip(*(tensor.chunk(count) for tensor in model.batch(model.samples)), strict=True))
+    engine.apply(example=Example(loss_of, microbatches[0]))
 
     def step() -> None:
         engine.run_step(microbatches, loss_of)

@@ -32,6 +32,7 @@ from torch.distributed.pipelining import schedules as of_torch
 from benchmarks.common import RESULTS, machine
 from benchmarks.tensor_overhead import Layer
 from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
@@ -88,9 +89,9 @@ def places_of(plan: ParallelPlan) -> Sequence[int]:
 def our_step(module: nn.Module, plan: ParallelPlan, x: Tensor, y: Tensor) -> tuple[Step, Engine]:
     """Return the step of the engine, which has taken over `module`."""
     engine = Engine(plan, module, device=CPU)
-    engine.apply()
     count = plan.num_microbatches
     microbatches = list(zip(x.chunk(count), y.chunk(count), strict=True))
+    engine.apply(example=Example(_loss, microbatches[0]))
 
     def step() -> None:
         module.zero_grad()

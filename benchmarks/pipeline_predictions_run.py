@@ -28,6 +28,7 @@ from benchmarks.tensor_overhead import Layer
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory_meter import MemoryMeter
+from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.pipeline.stage_pass import StagePass
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
@@ -117,9 +118,9 @@ class Job:
         torch.manual_seed(0)
         module = Stack(options.width)
         engine = Engine(plan, module, device=CPU)
-        engine.apply()
         shape = (2, microbatches, options.batch, options.tokens, options.width)
         parts = list(zip(*torch.randn(shape).unbind(), strict=True))
+        engine.apply(example=Example(loss_of, parts[0]))
         seconds = []
         engine.run_step(parts, loss_of)  # flows are traced, gradients exist from here on
         with clocked() as passes:

@@ -10,7 +10,7 @@ import argparse
 import itertools
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -96,20 +96,25 @@ def run_plan(rank: int, model: Model, plan: Plan) -> Outcome:
 # ---- all of them ------------------------------------------------------------------------------------------------------
 
 
-def compare(rank: int, names: Sequence[str], plans: Sequence[Plan]) -> Iterator[tuple[str, str, Any]]:
-    """Yield plan, model and their differences (on rank 0; a text where the plan does not run). A collective call."""
-    for name in names:
+def compare(
+    rank: int, done: Collection[tuple[str, str]] = (), *, names: Sequence[str], plans: Sequence[Plan]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield plan, model and their differences (on rank 0; a text where the plan does not run), but those that are `done`.
+
+    A collective call.
+    """
+    for plan, name in [(plan, name) for name in names for plan in plans if (plan.name, name) not in done]:
         model = MODELS[name]
-        for plan in plans:
-            if (why := plan.refusal(model)) is not None:
-                yield plan.name, name, why
-                continue
-            try:
-                found = run_plan(rank, model, plan)
-            except Exception:
-                yield plan.name, name, traceback.format_exc()
-                return  # the other ranks may be anywhere
-            yield plan.name, name, against_one_process(found, model, plan) if rank == 0 else None
+        if (why := plan.refusal(model)) is not None:
+            yield plan.name, name, why
+            continue
+        try:
+            found = run_plan(rank, model, plan)
+            compared = against_one_process(found, model, plan) if rank == 0 else None
+        except Exception:
+            yield plan.name, name, traceback.format_exc()
+            return  # the other ranks may be anywhere
+        yield plan.name, name, compared
 
 
 def against_one_process(found: Outcome, model: Model, plan: Plan) -> dict[str, tuple[float, float]]:

@@ -22,7 +22,7 @@ FAST = {
 def parts(rank: int) -> Any:
     found = []
     for model, names in FAST.items():
-        found += compare(rank, [model], [BY_NAME[name] for name in names])
+        found += compare(rank, names=[model], plans=[BY_NAME[name] for name in names])
     plan = BY_NAME["data 2 x tensor 2"]
     wrong = run_plan(rank, MODELS["conv"], replace(plan, clip=0.5))
     return found, against_one_process(wrong, MODELS["conv"], plan) if rank == 0 else None

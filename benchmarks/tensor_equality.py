@@ -1,19 +1,19 @@
 """Loss, gradients and parameters after an update under each plan, against one process: every plan, every model.
 
-python -m benchmarks.tensor_equality           # groups of 2, 4 and 8 ranks on gloo; about ten minutes
+python -m benchmarks.tensor_equality           # groups of 2, 4 and 8 ranks on gloo; about five minutes
+python -m benchmarks.tensor_equality --only tensor_2d context      # these rows alone, put into the table
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import tempfile
+import itertools
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.common import RESULTS, machine
+from benchmarks.equality_runs import Outcome, differences, optimizer_of, run_group
+from benchmarks.equality_tables import cell, commit, count_cells, read_rows, reasons, table
 from benchmarks.tensor_equality_models import MODELS, Model, made
 from benchmarks.tensor_equality_plans import PLANS, Plan
 from lightning_topt.communication.topology import Topology
@@ -30,25 +32,6 @@ from lightning_topt.execution.gathered_state import gather_module_state
 from lightning_topt.techniques.technique import RunOptions
 
 CPU = torch.device("cpu")
-QUANTITIES = ("loss", "gradients", "parameters")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The state of one step: by name of the parameter."""
-
-    loss: float
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-
-
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in two groups. A large eps: a gradient that is zero but for rounding is not to become a step."""
-    groups = [
-        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in module.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-2)
 
 
 def _precision(plan: Plan) -> AbstractContextManager[Any]:
@@ -110,41 +93,28 @@ def run_plan(rank: int, model: Model, plan: Plan) -> Outcome:
     return Outcome(float(mean) / world, gradients, parameters)
 
 
-def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
-    """Return the largest differences: of the loss relative to it, else relative to the largest element of the tensor.
-
-    Gradients that are zero but for rounding (of a key's bias) are compared with a thousandth of the largest one.
-    """
-    assert set(found.gradients) == set(expected.gradients), "gradients on one side only"
-    floor = 1e-3 * max(float(value.abs().max()) for value in expected.gradients.values())
-    return {
-        "loss": abs(found.loss - expected.loss) / abs(expected.loss),
-        "gradients": _largest(found.gradients, expected.gradients, floor),
-        "parameters": _largest(found.parameters, expected.parameters, 1e-3),
-    }
-
-
-def _largest(found: dict[str, Tensor], expected: dict[str, Tensor], floor: float) -> float:
-    return max(
-        float((found[name] - value).abs().max() / value.abs().max().clamp(min=floor))
-        for name, value in expected.items()
-    )
-
-
 # ---- all of them ------------------------------------------------------------------------------------------------------
 
 
-def compare(rank: int, names: Sequence[str], plans: Sequence[Plan]) -> Iterator[tuple[str, str, Any]]:
-    """Yield plan, model and their differences (on rank 0; a text where the plan does not run). A collective call."""
-    for name in names:
+def compare(
+    rank: int, done: Collection[tuple[str, str]] = (), *, names: Sequence[str], plans: Sequence[Plan]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield plan, model and their differences (on rank 0; a text where the plan does not run), but those that are `done`.
+
+    A collective call.
+    """
+    for plan, name in [(plan, name) for name in names for plan in plans if (plan.name, name) not in done]:
         model = MODELS[name]
-        for plan in plans:
-            try:
-                found = run_plan(rank, model, plan)
-            except Exception:
-                yield plan.name, name, traceback.format_exc()
-                return  # the other ranks may be anywhere
-            yield plan.name, name, against_one_process(found, model, plan) if rank == 0 else None
+        if (why := plan.refusal(model)) is not None:
+            yield plan.name, name, why
+            continue
+        try:
+            found = run_plan(rank, model, plan)
+            compared = against_one_process(found, model, plan) if rank == 0 else None
+        except Exception:
+            yield plan.name, name, traceback.format_exc()
+            return  # the other ranks may be anywhere
+        yield plan.name, name, compared
 
 
 def against_one_process(found: Outcome, model: Model, plan: Plan) -> dict[str, tuple[float, float]]:
@@ -161,96 +131,61 @@ def against_one_process(found: Outcome, model: Model, plan: Plan) -> dict[str, t
     return {quantity: (value, limits[quantity]) for quantity, value in differences(found, expected).items()}
 
 
-def _rank(rank: int, world: int, store: str, names: Sequence[str], plans: Sequence[Plan], results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    for plan, model, found in compare(rank, names, plans):
-        if rank == 0 or isinstance(found, str):
-            results.put((plan, model, found))
-    results.put(None)
-    dist.destroy_process_group()
-
-
-def run_group(world: int, names: Sequence[str], plans: Sequence[Plan]) -> dict[tuple[str, str], Any]:
-    """Run `plans` of so many ranks on the models `names`."""
-    context = multiprocessing.get_context("fork")
-    results: Any = context.SimpleQueue()
-    found: dict[tuple[str, str], Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        given = world, f"{folder}/store", names, plans, results
-        ranks = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(world)]
-        for process in ranks:
-            process.start()
-        left = world
-        while left:
-            if (item := results.get()) is None:
-                left -= 1
-            else:
-                plan, model, value = item
-                found.setdefault((plan, model), value)
-                print(f"{world} ranks, {plan}, {model}: {value}", flush=True)
-        for process in ranks:
-            process.join()
-    return found
-
-
-def cell(plan: Plan, found: Any) -> str:
-    """Return the three differences; what is above its limit is bold."""
-    if not isinstance(found, dict):
-        return "**failed**" if found else "not run"
-    texts = []
-    for quantity in QUANTITIES:
-        difference, limit = found[quantity]
-        text = f"{difference:.0e}" + (f" ({limit:.0e})" if plan.bfloat16 else "")
-        texts.append(text if difference <= limit else f"**{text}**")
-    return " / ".join(texts)
-
-
-def table(found: dict[tuple[str, str], Any], names: Sequence[str], plans: Sequence[Plan]) -> str:
-    """Return the table as Markdown."""
-    lines = [f"| plan | ranks | tolerance | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
-    for plan in plans:
-        cells = [cell(plan, found.get((plan.name, name))) for name in names]
-        tolerance = "" if plan.bfloat16 else f"{plan.tolerance:g}"
-        lines.append(f"| {plan.name} | {plan.mesh.size} | {tolerance} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def row(plan: Plan, names: Sequence[str], found: Mapping[tuple[str, str], Any]) -> str:
+    """Return the row of `plan`."""
+    cells = [cell(found.get((plan.name, name)), shows_limits=plan.bfloat16) for name in names]
+    tolerance = "" if plan.bfloat16 else f"{plan.tolerance:g}"
+    return f"| {plan.name} | {plan.mesh.size} | {tolerance} | {' | '.join(cells)} | {commit()} |"
 
 
 def main() -> None:
     """Run everything, or what is named, and write the table."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--plans", nargs="*", default=[plan.name for plan in PLANS])
+    parser.add_argument("--only", nargs="*", help="plans, by what their names contain; other rows of the table stay")
     parser.add_argument("--out", type=Path, default=RESULTS / "tensor_equality.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    plans = [plan for plan in PLANS if plan.name in options.plans]
+    plans = [plan for plan in PLANS if options.only is None or any(text in plan.name for text in options.only)]
     start, found = time.perf_counter(), {}
     for world in sorted({plan.mesh.size for plan in plans}):
-        found |= run_group(world, options.models, [plan for plan in plans if plan.mesh.size == world])
+        of_size = [plan for plan in plans if plan.mesh.size == world]
+        for plan, name in itertools.product(of_size, options.models):
+            plan.refusal(MODELS[name])  # layouts are found once for all ranks
+        found |= run_group(world, partial(compare, names=options.models, plans=of_size))
+    part = "" if options.only is None else " for some of the rows"
     minutes = (time.perf_counter() - start) / 60
-    cells = [cell(plan, found.get((plan.name, name))) for plan in plans for name in options.models]
-    within = sum(text[0].isdigit() and "**" not in text for text in cells)
+    rows = {plan.name: row(plan, options.models, found) for plan in plans}
+    if options.only is not None and options.out.exists():
+        rows = {**read_rows(options.out.read_text(), options.models), **rows}
+    lines = [rows[plan.name] for plan in PLANS if plan.name in rows]
+    refusals = {
+        (plan.name, name): why
+        for name, plan in itertools.product(options.models, PLANS)
+        if plan.name in rows and (why := plan.refusal(MODELS[name])) is not None
+    }
+    within, refused, cells = count_cells(lines, len(options.models))
     options.out.write_text(
         f"""# Plans against one process
 
 {machine()}
 
-`python -m benchmarks.tensor_equality`, {minutes:.0f} minutes: one step (forward, backward, AdamW in two parameter groups) of
-16 samples under each plan, and of one process; of a compressed exchange the second step, since its first is dense. In a cell:
-the largest difference of the loss, of all gradients, and of all parameters after the update. The loss is relative to itself,
-the others to the largest element of their tensor; gradients that are zero but for rounding (of the biases of keys) to a
-thousandth of the largest gradient. Float32; within 1e-5 where sums are only reordered (the loss: a tenth of it), 3e-3 where
-the network has 16 bits; of operators in bfloat16 twice what one process in bfloat16 differs by from one in float32 (in
-brackets). Bold: above. Statistics of batches in the convolutional net are those of a rank's own part of the batch, as under
-`ddp`: one process took the parts one after another. Embeddings of GPT and T5 are tied. Weight averaging (EMA) keeps
-parameters whole and is refused with tensor axes (tests/plugins/test_tensor_care.py).
+`python -m benchmarks.tensor_equality`, {minutes:.0f} minutes{part}: one step (forward, backward, AdamW in two parameter
+groups) of 16 samples under each plan, and of one process; of a compressed exchange the second step, since its first is dense.
+In a cell: the largest difference of the loss, of all gradients, and of all parameters after the update. The loss is relative
+to itself, the others to the largest element of their tensor; gradients that are zero but for rounding (of the biases of
+keys) to a thousandth of the largest gradient. Float32; within 1e-5 where sums are only reordered (the loss: a tenth of it),
+3e-3 where the network has 16 bits; of operators in bfloat16 twice what one process in bfloat16 differs by from one in float32
+(in brackets). Bold: above. Statistics of batches in the convolutional net are those of a rank's own part of the batch, as
+under `ddp`: one process took the parts one after another. Embeddings of GPT and T5 are tied. Weight averaging (EMA) keeps
+parameters whole and is refused with tensor axes (tests/plugins/test_tensor_care.py). The layouts `tensor_sequence`, `context`,
+`tensor_2d` and `tensor_3d` are those of the presets of these names. Where a model cannot run so, its user is told why:
 
-{within} of {len(plans) * len(options.models)} cells within their tolerance.
+{reasons(refusals)}
 
-{table(found, options.models, plans)}
+{within} of {cells - refused} cells within their tolerance; {refused} refused.
+
+{table(lines, options.models)}
 """
     )
 

@@ -41,7 +41,7 @@ def _numbers(*shape: int, high: int) -> Tensor:
 
 def tokens() -> Part:
     """Tokens in and out."""
-    return _numbers(BATCH, 12, high=64), _numbers(BATCH, 12, high=64)
+    return _numbers(BATCH, 16, high=64), _numbers(BATCH, 16, high=64)
 
 
 def images() -> Part:

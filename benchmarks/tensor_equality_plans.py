@@ -5,15 +5,18 @@ What a line cannot say, such as placements of activations, `change` does to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.equality_tables import Refusal
+from benchmarks.tensor_equality_layouts import LayoutRefused, layout_blocks
 from benchmarks.tensor_equality_models import Model
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig, Placement, Replicate, Shard, Storage
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.presets import PRESETS
+from lightning_topt.techniques.tensor_parallel.split_layouts import layout_axes
 
 ALL = ("attention", "perceptron", "rest")
 EXACT, HALF = 1e-5, 3e-3  # relative to the largest element; the latter: 16 bits on the network
@@ -27,7 +30,8 @@ class Plan:
 
     On a second tensor axis parameters are cut along the same dim (`second` "same"), or the other one ("other"). `nodes` of
     the ranks matter to hierarchical exchanges; the first step of an exchange is dense, so the second is compared.
-    `tolerance` is that of gradients and parameters; in bfloat16 it is measured.
+    `layout` is one of `split_layouts.LAYOUTS`, found for the model; `parts` and `second` have no say then. `tolerance` is that
+    of gradients and parameters; in bfloat16 it is measured.
     """
 
     name: str
@@ -42,6 +46,7 @@ class Plan:
     nodes: int = 1
     tolerance: float = EXACT
     change: Change | None = field(default=None, compare=False)
+    layout: str = ""
 
     @property
     def mesh(self) -> Mesh:
@@ -55,9 +60,19 @@ class Plan:
         return 1 if self.exchange is None else 2
 
     def of(self, model: Model) -> ParallelPlan:
-        """Return the plan for `model`."""
-        presets = self.storage.split()
-        blocks = []
+        """Return the plan for `model`. Raises LayoutRefused where it cannot run in the layout."""
+        if self.layout:
+            presets = self.storage.split()
+            storage, recompute = _storage(presets[-1].rstrip("+"), self.mesh), presets[0].endswith("+")
+            found = layout_blocks(
+                model.make, model.batch, layout=self.layout, mesh=self.mesh, storage=storage, recompute=recompute
+            )
+            return ParallelPlan.of_blocks(found, mesh=self.mesh)
+        return ParallelPlan.of_blocks(self.blocks_of(model), mesh=self.mesh, gradient_exchange=self.exchange)
+
+    def blocks_of(self, model: Model) -> list[BlockPlan]:
+        """Return the blocks of the plan for `model` without a layout, the block "" last."""
+        presets, blocks = self.storage.split(), []
         for index, name in enumerate([*model.blocks, ""]):
             preset = presets[index % (len(presets) - 1) if name and len(presets) > 1 else -1]
             config = OpConfig(
@@ -65,7 +80,16 @@ class Plan:
                 parameters=self._parameters(model, name),
             )  # fmt: skip
             blocks.append(BlockPlan(name, config if self.change is None else self.change(model, name, config)))
-        return ParallelPlan.of_blocks(blocks, mesh=self.mesh, gradient_exchange=self.exchange)
+        return blocks
+
+    def refusal(self, model: Model) -> Refusal | None:
+        """Return why `model` cannot run in the layout; None where it can."""
+        if self.layout:
+            try:
+                self.of(model)
+            except LayoutRefused as error:
+                return Refusal(error)
+        return None
 
     def _parameters(self, model: Model, block: str) -> tuple[tuple[str, tuple[Placement, ...]], ...]:
         mesh = self.mesh
@@ -102,6 +126,21 @@ class Plan:
 
 def _storage(preset: str, mesh: Mesh) -> Storage:
     return PRESETS[preset].storage(mesh)
+
+
+def _layout_plans() -> Iterator[Plan]:
+    for layout, sizes in {
+        "tensor_sequence": (2, 4, 8),
+        "context": (2, 4, 8),
+        "tensor_2d": (4, 8),
+        "tensor_3d": (8,),
+    }.items():
+        for ranks in sizes:
+            axes = [(axis.name, axis.size) for axis in layout_axes(layout, ranks)]
+            yield Plan(f"{layout} {ranks}", axes, layout=layout)
+            yield Plan(f"{layout} {ranks} + recomputation", axes, "ddp+ ddp", layout=layout)
+            if ranks < 8 and layout in ("tensor_sequence", "tensor_2d"):
+                yield Plan(f"data 2 x {layout} {ranks}", [D2, *axes], layout=layout)
 
 
 D2, T2, T4, T8 = ("data", 2), ("tensor", 2), ("tensor", 4), ("tensor", 8)
@@ -155,4 +194,6 @@ PLANS: list[Plan] = [
     # 16 bits in operators
     Plan("tensor 2, bfloat16", [T2], bfloat16=True),
     Plan("ZeRO-3 x tensor 2, bfloat16", [D2, T2], "zero3", bfloat16=True),
+    # layouts along one, two and three axes
+    *_layout_plans(),
 ]  # fmt: skip

@@ -1,0 +1,85 @@
+"""Cuts of a model into stages by measured seconds of its blocks, for benchmarks that have no search."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
+
+
+def block_seconds(
+    module: nn.Module, loss_of: Callable[[nn.Module], Tensor], blocks: Sequence[str], *, steps: int = 5
+) -> list[float]:
+    """Return the seconds of forward and backward of each block in a step, (blocks,); what follows a block counts with it."""
+    marks: list[float] = []
+    hooks = [
+        module.get_submodule(name).register_forward_pre_hook(lambda *_: marks.append(time.perf_counter()))
+        for name in blocks
+    ]
+    forward: list[list[float]] = []
+    whole = []
+    for _ in range(steps):
+        marks.clear()
+        loss = loss_of(module)
+        marks.append(time.perf_counter())
+        forward.append([b - a for a, b in itertools.pairwise(marks)])
+        loss.backward()
+        whole.append(time.perf_counter() - marks[0])
+        module.zero_grad()
+    for hook in hooks:
+        hook.remove()
+    seconds = [statistics.median(each) for each in zip(*forward, strict=True)]
+    # Backward takes about the same multiple of forward everywhere.
+    factor = statistics.median(whole) / sum(seconds)
+    return [factor * each for each in seconds]
+
+
+def cut(seconds: Sequence[float], weights: Sequence[float], count: int, *, share: float = 1.0) -> list[int]:
+    """Return the first block of each of `count` stages: those with the shortest longest stage, none of which has more than
+    `share` of all weights unless all cuts do.
+    """
+    total = sum(weights)
+    best: tuple[Any, list[int]] | None = None
+    for inner in itertools.combinations(range(1, len(seconds)), count - 1):
+        starts = [0, *inner]
+        parts = list(itertools.pairwise([*starts, len(seconds)]))
+        heaviest = max(sum(weights[a:b]) for a, b in parts) / total
+        key = max(heaviest - share, 0.0), max(sum(seconds[a:b]) for a, b in parts)
+        if best is None or key < best[0]:
+            best = key, starts
+    assert best is not None, "more stages than blocks"
+    return best[1]
+
+
+def plan_of(
+    blocks: Sequence[str], starts: Sequence[int], *, mesh: Mesh, schedule: str, microbatches: int
+) -> ParallelPlan:
+    """Return the plan whose stages begin at `starts`, everything stored as in data parallelism."""
+    config = OpConfig.zero(0, axes=len(mesh.axes), over=())
+    stages = tuple(
+        StagePlan((*(BlockPlan(name, config) for name in blocks[a:b]), BlockPlan("", config)))
+        for a, b in itertools.pairwise([*starts, len(blocks)])
+    )
+    return ParallelPlan(mesh, stages, schedule=schedule, num_microbatches=microbatches)
+
+
+def weights_of(module: nn.Module, blocks: Sequence[str]) -> list[float]:
+    """Return the elements of the parameters of each block, (blocks,)."""
+    return [float(sum(p.numel() for p in module.get_submodule(name).parameters())) for name in blocks]
+
+
+@torch.no_grad()
+def check_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
+    """Raise ValueError where parameters are outside of the blocks."""
+    outside = [name for name, _ in module.named_parameters() if not any(name.startswith(f"{b}.") for b in blocks)]
+    if outside:
+        raise ValueError(f"parameters outside of all blocks: {', '.join(outside)}")

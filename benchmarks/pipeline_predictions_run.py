@@ -1,0 +1,257 @@
+"""Measured steps of pipelines and what the simulator expects of them, on ranks that a launcher started; JSON on rank 0.
+
+Seconds of passes are taken from short runs of other schedules (`CALIBRATION`) with fewer microbatches, a clock around every
+pass of a stage; seconds of transfers from tensors of the same size sent back and forth. Bytes of a stage come from the peaks of
+two short runs that hold all their microbatches, of 2 and of 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.pipeline_cuts import plan_of
+from benchmarks.tensor_overhead import Layer
+from lightning_topt.execution.allocator import return_freed_memory, warm_up
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.memory_meter import MemoryMeter
+from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.execution.pipeline.stage_pass import StagePass
+from lightning_topt.graph.mesh_axes import Axis, Mesh
+from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
+from lightning_topt.schedules.schedule import Schedule
+from lightning_topt.schedules.schedule_simulation import simulate
+from lightning_topt.schedules.stage_costs import StageCosts
+
+CPU = torch.device("cpu")
+KINDS = ("forward", "backward", "backward_input", "backward_weight")
+LAYERS = 8
+# Of one and of two stages per rank: without and with a backward pass in two parts.
+CALIBRATION = {1: ("gpipe", "zero_bubble"), 2: ("looped_bfs", "interleaved_zero_bubble")}
+# Names of rows: schedule, layers of the stages (None: equally many).
+CASES: dict[str, tuple[str, Mapping[int, Sequence[int]] | None]] = {
+    "gpipe": ("gpipe", None),
+    "1f1b": ("1f1b", None),
+    "1f1b, uneven stages": ("1f1b", {2: (3, 5), 4: (1, 2, 3, 2)}),
+    "zero_bubble": ("zero_bubble", None),
+    "interleaved": ("interleaved", None),
+    "zbv": ("zbv", None),
+}
+
+
+class Stack(nn.Module):
+    """Transformer layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(LAYERS))
+
+    def forward(self, part: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the loss."""
+        x = part[0]
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, part[1])
+
+
+def loss_of(model: nn.Module, part: Any) -> Tensor:
+    """Return the loss of a microbatch."""
+    loss: Tensor = model(part)
+    return loss
+
+
+@contextmanager
+def clocked() -> Iterator[dict[tuple[str, int], list[float]]]:
+    """Within it seconds of the passes of this rank are taken, by kind and stage."""
+    found: dict[tuple[str, int], list[float]] = {}
+    originals = {kind: getattr(StagePass, kind) for kind in KINDS}
+
+    def timed(kind: str) -> Any:
+        @wraps(originals[kind])
+        def call(self: StagePass, stage_index: int, *args: Any, **keywords: Any) -> Any:
+            start = time.perf_counter()
+            result = originals[kind](self, stage_index, *args, **keywords)
+            found.setdefault((kind, stage_index), []).append(time.perf_counter() - start)
+            return result
+
+        return call
+
+    for kind in KINDS:
+        setattr(StagePass, kind, timed(kind))
+    try:
+        yield found
+    finally:
+        for kind, original in originals.items():
+            setattr(StagePass, kind, original)
+
+
+class Job:
+    """One pipeline at a time on these ranks, on microbatches of one size."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.ranks, self.rank = options, dist.get_world_size(), dist.get_rank()
+        self.meter = MemoryMeter(CPU)
+
+    def run(
+        self, name: str, sizes: Sequence[int], *, microbatches: int, steps: int, clocks: bool = False
+    ) -> dict[str, Any]:
+        """Return this rank's seconds of each step, the peak bytes of all of them, and, with `clocks`, seconds of passes."""
+        options = self.options
+        starts = [sum(sizes[:stage]) for stage in range(len(sizes))]
+        blocks = [f"layers.{index}" for index in range(LAYERS)]
+        mesh = Mesh((Axis("pipeline", self.ranks),))
+        plan = plan_of(blocks, starts, mesh=mesh, schedule=name, microbatches=microbatches)
+        self.meter.mark_base()
+        torch.manual_seed(0)
+        module = Stack(options.width)
+        engine = Engine(plan, module, device=CPU)
+        shape = (2, microbatches, options.batch, options.tokens, options.width)
+        parts = list(zip(*torch.randn(shape).unbind(), strict=True))
+        engine.apply(example=Example(loss_of, parts[0]))
+        seconds = []
+        engine.run_step(parts, loss_of)  # flows are traced, gradients exist from here on
+        with clocked() as passes:
+            for index in range(steps + 1):
+                if index == 1:
+                    self.meter.reset_peak()
+                    passes.clear()
+                dist.barrier()
+                start = time.perf_counter()
+                engine.run_step(parts, loss_of)
+                dist.barrier()
+                seconds.append(time.perf_counter() - start)
+        peak = self.meter.peak_bytes()
+        engine.release()
+        engine.close()
+        return {
+            "seconds": seconds[1:],
+            "peak": peak,
+            "passes": passes,
+            "module": sum(p.nbytes for p in module.parameters()),
+        }
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks. A collective call."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def pass_seconds(results: Sequence[dict[str, Any]], kind: str, count: int) -> list[float]:
+    """Return the median seconds of a kind of pass in each stage, of all ranks' clocks."""
+    of_stage: dict[int, list[float]] = {}
+    for result in results:
+        for (found, stage), values in result["passes"].items():
+            if found == kind:
+                of_stage.setdefault(stage, []).extend(values)
+    return [statistics.median(of_stage[stage]) for stage in range(count)]
+
+
+def transfer_seconds(nbytes: int, *, repeats: int = 30) -> float:
+    """Return the seconds of a tensor from a rank to the next, while other pairs exchange one as well. A collective call."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    peer = rank ^ 1
+    tensor, seconds = torch.zeros(nbytes // 4), []
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        if peer >= ranks:
+            continue
+        for sends in (True, False) if rank < peer else (False, True):
+            (dist.send if sends else dist.recv)(tensor, peer)
+        seconds.append((time.perf_counter() - start) / 2)
+    return statistics.median(statistics.median(each) for each in gathered(seconds) if each)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a microbatch")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return_freed_memory(CPU)
+    warm_up(CPU)
+    rows = list(measured(options))
+    if dist.get_rank() == 0:
+        options.out.write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for every case: what was expected, and what was measured. A collective call."""
+    job, ranks = Job(options), dist.get_world_size()
+    nbytes = 4 * options.batch * options.tokens * options.width
+    for name, (schedule, uneven) in CASES.items():
+        rule = SCHEDULES[schedule]
+        count = ranks * rule.least_stages
+        sizes = uneven[ranks] if uneven else [LAYERS // count] * count
+        costs = calibrated(job, sizes, per_rank=rule.least_stages, splits=rule.splits_backward, nbytes=nbytes)
+        found = gathered(job.run(schedule, sizes, microbatches=options.microbatches, steps=options.steps))
+        made = make_schedule(
+            schedule, num_ranks=ranks, num_microbatches=options.microbatches, stages_per_rank=rule.least_stages
+        )
+        expected = simulate(made, costs)
+        yield {
+            "case": name,
+            "expected_seconds": expected.step_seconds,
+            "seconds": statistics.median(max(each) for each in zip(*(f["seconds"] for f in found), strict=True)),
+            "expected_bytes": list(expected.peak_bytes),
+            "bytes": [f["peak"] for f in found],
+            "passes": {kind: costs.seconds(kind) for kind in KINDS},  # type: ignore[arg-type]
+            "transfer": max((costs.transfer_seconds or {}).values(), default=0.0),
+        }
+        if dist.get_rank() == 0:
+            print(name, flush=True)
+
+
+def calibrated(job: Job, sizes: Sequence[int], *, per_rank: int, splits: bool, nbytes: int) -> StageCosts:
+    """Return the costs of stages of so many layers, from short runs. A collective call."""
+    whole, split = CALIBRATION[per_rank]
+    few, more = (gathered(job.run(whole, sizes, microbatches=count, steps=4)) for count in (2, 4))
+    results, count = few + more, len(sizes)
+    seconds = {"forward": pass_seconds(results, "forward", count), "backward": pass_seconds(results, "backward", count)}
+    if splits:
+        results = gathered(job.run(split, sizes, microbatches=4, steps=4))
+        seconds = {kind: pass_seconds(results, kind, count) for kind in KINDS if kind != "backward"}
+        seconds["backward"] = [
+            a + b for a, b in zip(seconds["backward_input"], seconds["backward_weight"], strict=True)
+        ]
+    seconds_of_edge = transfer_seconds(nbytes)
+    edges = {(stage, stage + 1): seconds_of_edge for stage in range(count - 1)}
+    costs = StageCosts(**seconds, transfer_seconds=edges)  # type: ignore[arg-type]
+    made = make_schedule(whole, num_ranks=job.ranks, num_microbatches=2, stages_per_rank=per_rank)
+    return replace(costs, **stage_bytes(made, few, more))
+
+
+def stage_bytes(schedule: Schedule, few: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return bytes of each stage, from peaks of ranks that hold 2 and 4 microbatches of each of their stages."""
+    static, activation = [0.0] * schedule.num_stages, [0.0] * schedule.num_stages
+    for rank in range(schedule.num_ranks):
+        stages = schedule.stages_of(rank)
+        for stage in stages:
+            activation[stage] = (more[rank]["peak"] - few[rank]["peak"]) / 2 / len(stages)
+            static[stage] = few[rank]["peak"] / len(stages) - 2 * activation[stage]
+    return {"static_bytes": static, "activation_bytes": activation, "weight_bytes": activation}
+
+
+if __name__ == "__main__":
+    main()

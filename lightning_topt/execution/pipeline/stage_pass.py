@@ -111,6 +111,11 @@ class StagePass:
             try:
                 with replaced(attributes):
                     result = run()
+                if state.is_done:
+                    raise CaptureError(
+                        "the step catches BaseException (or has a bare except), by which a stage of a pipeline ends its pass; "
+                        "catch Exception"
+                    )
             except StageDone:
                 if not state.is_done:
                     raise

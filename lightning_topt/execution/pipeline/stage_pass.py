@@ -114,6 +114,11 @@ class StagePass:
             try:
                 with replaced(attributes):
                     result = self._whole(run())
+                if state.is_done:
+                    raise CaptureError(
+                        "the step catches BaseException (or has a bare except), by which a stage of a pipeline ends its pass; "
+                        "catch Exception"
+                    )
             except StageDone:
                 if not state.is_done:
                     raise
@@ -171,7 +176,8 @@ class StagePass:
         self, state: _Forward, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Let a call of this stage run that is recomputed in the backward pass."""
-        stages = {self.stage_of_call[unit.index] for unit in self.flow.calls if unit.module == path}
+        of_path = (unit for unit in self.flow.calls if f"{path}.".startswith(f"{unit.module}."))
+        stages = {self.stage_of_call[unit.index] for unit in of_path}
         if state.stage_index not in stages:
             raise CaptureError(
                 f"the backward pass of stage {state.stage_index} recomputes a part of the step that calls block {path!r}, "

@@ -159,16 +159,16 @@ class PipelineRun:
         program = self._program(schedule, flows)
         passes = [flow.passes for flow in flows]
         try:
-            with self._around():
-                return run_actions(
-                    program,
-                    passes,
-                    self._peers,
-                    [partial(step, self.module, microbatch) for microbatch in microbatches],
-                    last_stage=schedule.num_stages - 1,
-                    loss_of=None if factors is None else lambda index, result: _loss(result) * factors[index],
-                    ended=self._exchanges.stage_ended if self._synchronizes and factors is not None else _nothing,
-                )
+            return run_actions(
+                program,
+                passes,
+                self._peers,
+                [partial(step, self.module, microbatch) for microbatch in microbatches],
+                around=self._around,
+                last_stage=schedule.num_stages - 1,
+                loss_of=None if factors is None else lambda index, result: _loss(result) * factors[index],
+                ended=self._exchanges.stage_ended if self._synchronizes and factors is not None else _nothing,
+            )
         except BaseException:
             self._failed = True
             self._peers.forget()

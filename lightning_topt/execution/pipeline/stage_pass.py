@@ -176,9 +176,8 @@ class StagePass:
         self, state: _Forward, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Let a call of this stage run that is recomputed in the backward pass."""
-        of_path = (unit for unit in self.flow.calls if f"{path}.".startswith(f"{unit.module}."))
-        stages = {self.stage_of_call[unit.index] for unit in of_path}
-        if state.stage_index not in stages:
+        stages = {self.stage_of_call[unit.index] for unit in self.flow.calls if unit.module == path}
+        if stages and state.stage_index not in stages:  # others are inside of blocks
             raise CaptureError(
                 f"the backward pass of stage {state.stage_index} recomputes a part of the step that calls block {path!r}, "
                 "which other stages run; let torch.utils.checkpoint hold single blocks, or give a plan without a pipeline"

@@ -22,6 +22,7 @@ PLANS: dict[str, ParallelPlan] = {
     "1f1b": plan_of(4, "1f1b"),
     "zbv, data 2": plan_of(2, "zbv", stages=4, data=2, data_first=True),
     "1f1b, data 2, zero1": plan_of(2, "1f1b", data=2, storage="zero1"),
+    "1f1b, tensor 2": plan_of(2, "1f1b", tensor=2),
     "zero1": uniform_plan(1, data_parallel_size=4, blocks=["blocks.0"]),
     "zero3": uniform_plan(3, data_parallel_size=4, blocks=["blocks.0", "blocks.1"]),
 }

@@ -1,0 +1,48 @@
+"""A schedule run in the plainest way: ranks take turns, and whoever has what its next pass needs runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_topt.schedules.schedule import Schedule
+
+
+def runs(schedule: Schedule, needs: Mapping[int, Sequence[int]] | None = None) -> bool:
+    """Return whether every rank comes to its end, and every pass was run exactly once and with what it needs."""
+    done: list[tuple[str, int, int]] = []
+    stages = range(schedule.num_stages)
+    sources = {stage: [stage - 1] if stage else [] for stage in stages} if needs is None else needs
+    left = [list(actions) for actions in schedule.actions]
+    while any(left):
+        before = len(done)
+        for rank, actions in enumerate(left):
+            if not actions:
+                continue
+            kind, stage, index = actions[0].kind, actions[0].stage_index, actions[0].microbatch_index
+            if stage not in stages or schedule.rank_of_stage[stage] != rank:
+                return False
+            arrived = {(k[:8], s) for k, s, i in done if i == index and k != "backward_weight"}
+            if kind == "forward":
+                missing = [s for s in sources.get(stage, ()) if ("forward", s) not in arrived]
+            elif kind == "backward_weight":
+                missing = [] if ("backward_input", stage, index) in done else [stage]
+            else:
+                readers = [s for s in stages if stage in sources.get(s, ())]
+                missing = [s for s in readers if ("backward", s) not in arrived]
+                missing += [] if ("forward", stage, index) in done else [stage]
+            if not missing:
+                done.append((kind, stage, index))
+                actions.pop(0)
+        if len(done) == before:
+            return False
+    return _is_complete(schedule, done)
+
+
+def _is_complete(schedule: Schedule, done: list[tuple[str, int, int]]) -> bool:
+    passes = {(stage, index) for stage in range(schedule.num_stages) for index in range(schedule.num_microbatches)}
+    by_kind = {kind: [(s, i) for k, s, i in done if k == kind] for kind, _, _ in done}
+    if any(len(found) != len(set(found)) or not passes.issuperset(found) for found in by_kind.values()):
+        return False
+    whole, split = set(by_kind.get("backward", ())), set(by_kind.get("backward_input", ()))
+    complete = set(by_kind.get("forward", ())) == passes and split == set(by_kind.get("backward_weight", ()))
+    return complete and not (whole & split) and (whole | split in (passes, set()))

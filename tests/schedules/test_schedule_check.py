@@ -1,0 +1,156 @@
+"""The checker: good schedules pass, and each kind of mistake is named; random mutations beside the plain interpreter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from lightning_topt.schedules.forward_only import forward_schedule
+from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
+from lightning_topt.schedules.schedule import Action, Schedule, single_stage_schedule
+from lightning_topt.schedules.schedule_check import ScheduleError, check_schedule
+from tests.schedules.slow_interpreter import runs
+
+Rows = list[list[Action]]
+SIZES = [(1, 1), (1, 3), (2, 1), (2, 4), (3, 5), (4, 4), (4, 8), (5, 3), (8, 16)]
+
+
+def mutated(schedule: Schedule, change: Callable[[Rows], object]) -> Schedule:
+    rows = [list(actions) for actions in schedule.actions]
+    change(rows)
+    return replace(schedule, actions=tuple(map(tuple, rows)))
+
+
+def swap(row: list[Action], one: int, other: int) -> None:
+    row[one], row[other] = row[other], row[one]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_of_all_sizes_pass(name: str) -> None:
+    for ranks, parts in SIZES:
+        schedule = make_schedule(name, num_ranks=ranks, num_microbatches=parts)
+        check_schedule(schedule)
+        stages = range(schedule.num_stages)
+        check_schedule(schedule, needs={stage: stages[:stage] for stage in stages})  # everything before it: skips
+
+
+def test_schedules_of_evaluations_and_of_one_stage_pass() -> None:
+    check_schedule(forward_schedule((0, 1, 2, 2, 1, 0), 5))
+    check_schedule(single_stage_schedule(3))
+
+
+ONE_F_ONE_B = make_schedule(
+    "1f1b", num_ranks=2, num_microbatches=3
+)  # rank 0: F0 F1 B0 F2 B1 B2; rank 1: F0 B0 F1 B1 F2 B2
+ZERO_BUBBLE = make_schedule("zero_bubble", num_ranks=2, num_microbatches=2)  # rank 0: F0 F1 B0 W0 B1 W1
+
+
+@pytest.mark.parametrize(
+    ("change", "rank", "message"),
+    [
+        (
+            lambda rows: swap(rows[1], 0, 1),
+            1,
+            "rank 1 is to run backward of microbatch 0 in stage 1 before its forward",
+        ),
+        (lambda rows: rows[0].pop(3), 0, "rank 0 never runs forward of microbatch 2 in stage 0"),
+        (lambda rows: rows[1].pop(), 1, "rank 1 never runs backward of microbatch 2 in stage 1"),
+        (lambda rows: rows[0].append(rows[0][2]), 0, "rank 0 is to run backward of microbatch 0 in stage 0 twice"),
+        (lambda rows: rows[0].append(rows[1].pop()), 0, "backward of microbatch 2 in stage 1, a stage of rank 1"),
+        (lambda rows: rows[0].append(Action("forward", 2, 0)), 0, "stages are 0 to 1"),
+        (lambda rows: rows[0].append(Action("forward", 0, 3)), 0, "microbatches are 0 to 2"),
+        (lambda rows: rows[0].append(Action("update", 0, 0)), 0, "a pass is one of forward, backward, backward_input"),  # type: ignore[arg-type]
+        (lambda rows: rows[0].append(Action("backward_weight", 0, 1)), 0, "and backward_weight of the same"),
+        (lambda rows: rows.append([]), 2, "rank 2 has no stage"),
+        (lambda rows: rows.pop(), 1, "stage 1 is on rank 1, but there are actions of 1 ranks"),
+    ],
+)
+def test_mistakes_are_named(change: Callable[[Rows], object], rank: int, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message) as error:
+        check_schedule(mutated(ONE_F_ONE_B, change))
+    assert error.value.rank == rank
+
+
+def test_parameters_before_inputs_and_halves_that_are_missing_are_named() -> None:
+    with pytest.raises(ScheduleError, match="backward_weight of microbatch 0 in stage 0 before its backward_input"):
+        check_schedule(mutated(ZERO_BUBBLE, lambda rows: swap(rows[0], 2, 3)))
+    with pytest.raises(ScheduleError, match="rank 1 never runs backward_weight of microbatch 1 in stage 1"):
+        check_schedule(mutated(ZERO_BUBBLE, lambda rows: rows[1].pop()))
+    with pytest.raises(ScheduleError, match="no microbatch"):
+        check_schedule(replace(ZERO_BUBBLE, num_microbatches=0))
+
+
+def test_a_deadlock_is_named_with_its_ranks() -> None:
+    # rank 0 wants the gradient of microbatch 1 before it sends microbatch 1, where rank 1 waits for that
+    schedule = make_schedule("1f1b", num_ranks=3, num_microbatches=2)
+    rows = [list(row) for row in schedule.actions]
+    forward, backward = Action("forward", 0, 1), Action("backward", 0, 0)
+    rows[0] = [Action("forward", 0, 0), backward, forward, Action("backward", 0, 1)]
+    with pytest.raises(ScheduleError) as error:
+        check_schedule(replace(schedule, actions=tuple(map(tuple, rows))))
+    text = str(error.value)
+    assert text.startswith(
+        "deadlock: rank 0 cannot run backward of microbatch 0 in stage 0 before rank 1 has run backward"
+    )
+    assert "rank 1 cannot run forward of microbatch 1 in stage 1 before rank 0 has run forward of microbatch 1" in text
+    assert "rank 2" not in text
+    assert (error.value.rank, error.value.action) == (0, backward)
+
+
+def test_skips_are_waited_for() -> None:
+    """Stage 2 runs microbatch 1 first: legal where it needs nothing of stage 1, of which microbatch 0 comes first."""
+    rows = {
+        0: [("forward", 0, 0), ("forward", 0, 1)],
+        1: [("forward", 1, 0), ("forward", 2, 1), ("forward", 1, 1), ("forward", 2, 0)],
+    }
+    schedule = Schedule("mine", 2, (0, 1, 1), tuple(tuple(Action(*each) for each in rows[rank]) for rank in (0, 1)))  # type: ignore[arg-type]
+    check_schedule(schedule, needs={1: [0], 2: [0]})
+    with pytest.raises(
+        ScheduleError, match="deadlock: rank 1 cannot run forward of microbatch 1 in stage 2 before rank 1"
+    ):
+        check_schedule(schedule)
+    with pytest.raises(ValueError, match="receives from stages before it"):
+        check_schedule(schedule, needs={1: [2]})
+
+
+def random_mutation(rows: Rows, draw: random.Random) -> None:
+    row = draw.choice([row for row in rows if row])
+    one, other = draw.randrange(len(row)), draw.randrange(len(row))
+    match draw.choice(["swap", "swap", "swap", "move", "move", "drop", "double", "rank", "stage", "kind"]):
+        case "swap":
+            swap(row, one, other)
+        case "move":
+            row.insert(other, row.pop(one))
+        case "drop":
+            row.pop(one)
+        case "double":
+            row.insert(other, row[one])
+        case "rank":
+            draw.choice(rows).append(row.pop(one))
+        case "stage":
+            row[one] = replace(row[one], stage_index=row[one].stage_index + draw.choice((-1, 1)))
+        case "kind":
+            row[one] = replace(row[one], kind=draw.choice(("forward", "backward", "backward_input", "backward_weight")))
+
+
+def test_random_mutations_are_found_exactly_where_the_plain_interpreter_hangs() -> None:
+    draw = random.Random(15)
+    verdicts = {True: 0, False: 0}
+    for _ in range(1500):
+        schedule = make_schedule(
+            draw.choice(list(SCHEDULES)), num_ranks=draw.randint(1, 4), num_microbatches=draw.randint(1, 5)
+        )
+        count = draw.randint(1, 2)
+        changed = mutated(schedule, lambda rows, count=count: [random_mutation(rows, draw) for _ in range(count)])
+        try:
+            check_schedule(changed)
+        except ScheduleError:
+            passed = False
+        else:
+            passed = True
+        assert passed == runs(changed), changed
+        verdicts[passed] += 1
+    assert min(verdicts.values()) > 100

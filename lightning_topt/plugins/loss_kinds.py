@@ -23,8 +23,8 @@ _RELATIVE_HALF, _RELATIVE_RANDOM = 3e-2, 0.4
 
 @dataclass(frozen=True)
 class LossKinds:
-    """How a step's `loss` adds up over parts of its batch, ``"mean"`` or ``"sum"``, and so do what it logs, by name, and the
-    leaves of what it returns, by place. None: the test batch did not tell.
+    """A step's `loss` over parts of its batch is a ``"mean"`` or a ``"sum"``, and so are the values that it logs, by name, and
+    the leaves of what it returns, by place. None: the test batch did not tell.
     """
 
     loss: str | None
@@ -42,7 +42,8 @@ Step = tuple[Any, Sequence[Call]]  # what it returned, and its calls
 def compare_steps(once: Step, twice: Step, *, draws: bool, half: bool = False) -> LossKinds:
     """Return the kinds, from the step of a batch and from that of the batch with every sample twice.
 
-    `draws`: it draws random numbers, so that no two steps are equal; `half`: it computes in 16 bits. Raises ValueError for a loss of neither kind.
+    `draws`: it draws random numbers, so that no two steps are equal; `half`: it computes in 16 bits. Raises ValueError for a
+    loss of neither kind.
     """
     first, second = loss_of(once[0]), loss_of(twice[0])
     if first is None or second is None:
@@ -86,7 +87,7 @@ def _kind(once: float, twice: float, relative: float) -> str | None:
 
 @contextmanager
 def without_trace(module: nn.Module) -> Generator[None, None, None]:
-    """Run `module` in evaluation mode without gradients; modes, random numbers, buffers and metrics are as before at the end."""
+    """Run `module` in evaluation mode, without gradients; modes, random numbers, buffers and metrics stay as they were."""
     states, modes = random_states(), [(part, part.training) for part in module.modules()]
     buffers = [(part, name, part._buffers[name]) for part in module.modules() for name in part._buffers]
     values = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]

@@ -1,4 +1,4 @@
-"""What metrics count, taken on one rank and given to others; and put back where a pass is not to count."""
+"""States of metrics are taken on one rank and given to others, and put back where a pass is not to count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def uncounted(module: nn.Module, *, unless: list[bool]) -> Generator[None, None,
 
 @dataclass
 class MetricChanges:
-    """What metrics counted since `begin`, as values that can be sent: whole states, and what lists of states grew by."""
+    """A `MetricChanges` knows the states at `begin`, and gives what was counted since, as values that can be sent."""
 
     before: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ def take_over(module: nn.Module, changes: Mapping[str, Mapping[str, Any]]) -> No
 
 @dataclass(frozen=True)
 class _Grown:
-    """A list of states: its first `kept` entries as they were, then `entries`."""
+    """A list of states is its first `kept` entries as they were, then `entries`."""
 
     kept: int
     entries: list[Any]

@@ -40,13 +40,21 @@ def split_batch(batch: Any, count: int) -> Parts:
     Raises ValueError, with the way out, for a batch that cannot be split.
     """
     if count == 1:
-        return Parts((batch,), (_size_or_1(batch),))
+        return Parts((batch,), (count_samples(batch),))
     samples = _Samples.of(batch)
     count = min(count, samples.count)
     sizes = tuple(samples.count // count + (index < samples.count % count) for index in range(count))
     starts = np.cumsum((0, *sizes)).tolist()
     parts = (samples.map(batch, _slice(start, stop)) for start, stop in itertools.pairwise(starts))
     return Parts(tuple(parts), sizes)
+
+
+def count_samples(batch: Any) -> int:
+    """Return the number of samples of `batch`; 1 for one that cannot be split."""
+    try:
+        return _Samples.of(batch).count
+    except ValueError:
+        return 1
 
 
 def doubled(batch: Any) -> Any:
@@ -123,13 +131,6 @@ def _children(batch: Any) -> list[Any]:
 
 def _has_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence) or any(_has_packed(child) for child in _children(value))
-
-
-def _size_or_1(batch: Any) -> int:
-    try:
-        return _Samples.of(batch).count
-    except ValueError:
-        return 1
 
 
 def _slice(start: int, stop: int) -> Along:

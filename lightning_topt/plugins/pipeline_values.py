@@ -1,4 +1,4 @@
-"""What a step returns and logs for each microbatch, as one step's: combined on the last stage, and logged on every rank."""
+"""Outputs and logged values of microbatches become those of one step, on the last stage, and are logged on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXTREMES = {"max": max, "min": min}
 
 @dataclass(frozen=True)
 class LoggedMetric:
-    """A metric of the module, at `path`, in a call of `log`; `value` is what its own last call returned."""
+    """A `LoggedMetric` stands for the metric at `path` in a call of `log`; `value` is what its own last call returned."""
 
     path: str
     value: Any
@@ -30,7 +30,7 @@ class LoggedMetric:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of ``log`` or ``print`` of the LightningModule at `path`."""
+    """A `Call` is one of ``log`` or ``print`` of the LightningModule at `path`."""
 
     path: str
     method: str
@@ -57,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Told:
-    """What a step told: its output, its calls of ``log`` and ``print``, and what its metrics counted."""
+    """A `Told` is what a step told: its output, its calls of ``log`` and ``print``, and what its metrics counted."""
 
     output: Any = None
     calls: tuple[Call, ...] = ()

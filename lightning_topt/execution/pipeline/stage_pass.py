@@ -33,7 +33,7 @@ class StageDone(BaseException):
 
 @dataclass(frozen=True)
 class StageOutput:
-    """A `StageOutput` has the tensors `sent` that later stages need, without a graph, and the last stage's `result` of the step."""
+    """A `StageOutput` has the tensors `sent` that later stages need, without a graph, and the last stage's `result`."""
 
     sent: dict[TensorRef, Tensor]
     result: Any = None

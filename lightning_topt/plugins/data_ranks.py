@@ -93,7 +93,7 @@ class DataRanks(EngineCheckpoints):
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def _example_of(self, batch: Any) -> Example | None:
-        """Return a step for an engine that is to run stages, and get ready for them; None for other plans. A collective call."""
+        """Return a step for an engine that is to run stages, and get ready for them; None for other plans. Collective."""
         plan, module, engine = self.parallel_plan, self.lightning_module, self._engine
         assert plan is not None and module is not None and engine is not None
         self._pipeline = None

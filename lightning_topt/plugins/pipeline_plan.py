@@ -16,7 +16,7 @@ from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Kernel, OpGraph
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StagePlan
 from lightning_topt.plan.presets import PRESETS
-from lightning_topt.plugins.microbatches import count_samples
+from lightning_topt.plugins.batch_parts import count_samples
 from lightning_topt.plugins.read_options import PipelinePlan
 from lightning_topt.plugins.searched_plan import RunCosts
 

@@ -22,10 +22,10 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plugins.batch_parts import Parts, doubled, split_batch
 from lightning_topt.plugins.loss_kinds import LossKinds, compare_steps, drawn_since, without_trace
 from lightning_topt.plugins.member_batches import value_of_member
 from lightning_topt.plugins.metric_states import MetricChanges, take_over, uncounted
-from lightning_topt.plugins.microbatches import Parts, doubled, split_batch
 from lightning_topt.plugins.pipeline_values import Call, Told, combined_calls, combined_output, replay, telling
 from lightning_topt.plugins.row_batches import RowBatches
 from lightning_topt.plugins.turns import Gradients, gradients_aside, loss_of
@@ -89,7 +89,7 @@ class PipelineSteps:
         return output, combined_calls(calls, sizes=parts.sizes, kinds=self._kinds.logged)
 
     def _loss_scale(self) -> float:
-        """What a scaler will multiply the loss by: microbatches need it already."""
+        """The number that a scaler will multiply the loss by: microbatches need it already."""
         scaler = getattr(self._precision, "scaler", None)
         if scaler is None or not scaler.is_enabled():
             return 1.0
@@ -131,12 +131,13 @@ class PipelineSteps:
         batch = (args[0], *args[2:])
         step = _EVALUATIONS[name](self, batch, _index_in(args))
         self._engine.evaluate(batch, step)
-        return step.found
+        found: Found | None = step.found
+        return found
 
     # ---- both -----------------------------------------------------------------------------------------------------
 
     def step(self, name: str, model: nn.Module, batch: Any, batch_idx: int | None) -> Any:
-        """Return what the step of this name of `model`, the module or a copy of it, returns. `batch`: (batch, dataloader_idx)."""
+        """Return what this step of `model`, the module or a copy of it, returns. `batch`: (batch, dataloader_idx)."""
         indices = () if batch_idx is None else (batch_idx,)
         with getattr(self._precision, f"{_CONTEXTS[name]}_step_context")():
             return getattr(model, name)(batch[0], *indices, *batch[1:])

@@ -44,7 +44,9 @@ def test_meshes_have_a_data_axis_for_ranks_that_are_left() -> None:
     assert shape(8, stages=4) == {"pipeline": 4, "data": 2}
     assert shape(4, stages=4, schedule="zbv") == {"pipeline": 2, "data": 2}
     assert shape(2, schedule="interleaved") == {"pipeline": 2, "data": 1}
-    with pytest.raises(PlanError, match=r"3 stages, 1 on each rank, need 3 ranks or a multiple of that, and this run has 4"):
+    with pytest.raises(
+        PlanError, match=r"3 stages, 1 on each rank, need 3 ranks or a multiple of that, and this run has 4"
+    ):
         shape(4, stages=3)
 
 
@@ -55,7 +57,10 @@ def test_meshes_have_a_data_axis_for_ranks_that_are_left() -> None:
         ({"stages": 0}, "stages"),
         ({"stages": "4"}, "stages"),
         ({"microbatches": 0}, "microbatches"),
-        ({"stages": 5, "schedule": "interleaved"}, "runs 2 stages on each rank, so stages is a multiple of that; got 5"),
+        (
+            {"stages": 5, "schedule": "interleaved"},
+            "runs 2 stages on each rank, so stages is a multiple of that; got 5",
+        ),
         ({"stages": 4, "stages_per_rank": 2}, r"schedule '1f1b' runs 1 stage on each rank, got 2"),
     ],
 )

@@ -120,7 +120,9 @@ def test_outputs_of_parts_are_joined() -> None:
 
 
 def step(loss: float, **logged: float) -> Any:
-    return {"loss": torch.tensor(loss), "extra": torch.tensor(loss)}, [Call("", "log", (n, v), {}) for n, v in logged.items()]
+    return {"loss": torch.tensor(loss), "extra": torch.tensor(loss)}, [
+        Call("", "log", (n, v), {}) for n, v in logged.items()
+    ]
 
 
 def test_kinds_of_losses_are_told_by_a_batch_that_is_there_twice() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_topt.plugins.microbatches import doubled, split_batch
+from lightning_topt.plugins.batch_parts import doubled, split_batch
 from lightning_topt.plugins.row_batches import checksum
 
 

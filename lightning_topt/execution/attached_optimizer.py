@@ -84,7 +84,7 @@ class AttachedOptimizer:
                 return self._plain_state()
             if self.parallel_step is not None and dist.get_rank(self.parallel_step.group) == 0:
                 rest = self.parallel_step.state_dict()
-                shared = gather_parameter_states(rest["state"].items(), self._split)
+                shared = gather_parameter_states(rest["state"].items(), self._split, everywhere=self._keeps_whole)
                 rest = {**rest, "state": shared}
             if not self._keeps_whole:
                 return {}

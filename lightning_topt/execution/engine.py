@@ -144,14 +144,18 @@ class Engine:
         return run_in_turn(microbatches, partial(loss_fn, self._model), factors, around=self._around_microbatch)
 
     def evaluate(self, batch: Any, function: LossFunction) -> Any:
-        """Return what ``function(model, batch)`` returns without gradients; under a plan with stages on all of their ranks.
-
-        A collective call.
+        """Return what ``function(model, batch)`` returns without gradients; a collective call of the ranks of a pipeline, each
+        of which gets what the last stage returns. Call `sync_buffers` first, if steps of training came before.
         """
         if self._stages is not None:
             return self._stages.evaluate(batch, function)
         with torch.no_grad(), self.around_step():
             return self.whole(function(self._model, batch))
+
+    def sync_buffers(self) -> None:
+        """Give all ranks the buffers that stages have changed, as the first data rank has them. A collective call."""
+        if self._stages is not None:
+            self._stages.sync_buffers()
 
     @contextmanager
     def around_step(self) -> Generator[None, None, None]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_topt.graph.draws import draw_of
 from lightning_topt.graph.errors import CaptureError, line_of_caller
+from lightning_topt.graph.kernels import is_view
 from lightning_topt.graph.provenance import Origin, Provenance
 from lightning_topt.graph.silence import runs_metrics
 from lightning_topt.graph.step_flow import Bond, Draw, LeafSpec, StepFlow, TensorRef, UnitCall
@@ -25,6 +26,7 @@ from lightning_topt.graph.structures import CONTAINERS, tensors_in
 from lightning_topt.graph.writes import is_strided, written_tensors
 
 READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
+DEVICE_OF = torch.ops.prim.device.default
 BETWEEN = -1
 HOST = "Python's or NumPy's random numbers"
 UNSEEN = ("_parameters", "_modules", "_trainer", "_fabric")
@@ -91,6 +93,8 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is DEVICE_OF:
+            return func(*args)
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if is_strided(tensor)]
         if func is READS_A_VALUE and (value := self._value(inputs[0])) is not None:
             return value
@@ -98,7 +102,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draw = draw_of(func, args, kwargs)
         result = func(*args, **kwargs)
         self.running = None
-        if self._at >= 0:
+        if self._at >= 0 and not is_view(func):  # autograd repeats views of an old base where a view is written to
             self._consume(self._calls[self._at], inputs)
         for tensor in written_tensors(func, args, kwargs):
             self._write(tensor, inputs)

@@ -21,23 +21,25 @@ AT_ONCE = 8  # parameters that travel at the same time
 
 
 class ForeignParameters:
-    """The `parameters` of a module that some ranks of a pipeline keep, the rank ``owners[name]`` of `group` among them.
+    """The `parameters` of a module of which the ranks ``holders[name]`` of `group` keep one each, its owner first; all keep
+    those without an entry.
 
-    `foreign` are the names of those that this rank does not keep. Methods are collective calls of `group`, the ranks of this
-    pipeline, but for `free` and `skipped_by_loading`.
+    `names` are those that this rank does not keep. Methods are collective calls of `group`, the ranks of this pipeline, but
+    for `free` and `skipped_by_loading`.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         *,
-        owners: Mapping[str, int],
-        foreign: frozenset[str],
+        holders: Mapping[str, tuple[int, ...]],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self.parameters, self.owners, self.group, self.device = dict(parameters), dict(owners), group, device
-        self.names = foreign
+        self.parameters, self.group, self.device = dict(parameters), group, device
+        self.holders, self._rank = dict(holders), dist.get_rank(group)
+        self.owners = {name: ranks[0] for name, ranks in holders.items()}
+        self.names = frozenset(name for name, ranks in holders.items() if self._rank not in ranks)
 
     def __contains__(self, parameter: Tensor) -> bool:
         """Return whether `parameter` is one of them now."""
@@ -71,17 +73,14 @@ class ForeignParameters:
     @contextmanager
     def whole_on_first(self) -> Generator[None, None, None]:
         """Within it the first rank of the pipeline has all parameters, those of other ranks in host memory."""
-        rank = dist.get_rank(self.group)
-        sent = [name for name, owner in self.owners.items() if owner != 0 and owner == rank]
         before = {}
-        if rank == 0:
-            for name in sorted(self.names):
+        for name in sorted(name for name, ranks in self.holders.items() if 0 not in ranks):
+            if self._rank == 0 and name in self.names:
                 parameter = self.parameters[name]
                 value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
                 dist.recv(value, group=self.group, group_src=self.owners[name])
                 before[name], parameter.data = parameter.data, value.cpu()
-        else:
-            for name in sorted(sent):
+            elif self._rank == self.owners[name]:
                 dist.send(self.parameters[name].data.contiguous(), group=self.group, group_dst=0)
         try:
             yield
@@ -113,15 +112,13 @@ def place_parameters(
     A collective call of all ranks.
     """
     parameters = dict(module.named_parameters())
-    holders = {name: layout.holders(name) for name in parameters}
-    foreign = frozenset(name for name, ranks in holders.items() if ranks and groups.rank not in ranks)
+    holders = {name: ranks for name in parameters if (ranks := layout.holders(name))}
+    placed = ForeignParameters(parameters, holders=holders, group=groups.row, device=device)
     for name, parameter in parameters.items():
         of_first = _from_rank_0(parameter.data.to(device))
-        parameter.data = parameter.data if name in foreign else of_first
+        parameter.data = parameter.data if name in placed.names else of_first
     for buffer in module.buffers():
         buffer.data = _from_rank_0(buffer.data.to(device))
-    owners = {name: ranks[0] for name, ranks in holders.items() if ranks}
-    placed = ForeignParameters(parameters, owners=owners, foreign=foreign, group=groups.row, device=device)
     placed.free()
     return placed
 

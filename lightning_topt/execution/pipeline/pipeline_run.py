@@ -161,13 +161,20 @@ class PipelineRun:
         return known
 
     def _from_last(self, values: Tensor) -> None:
-        source = self.layout.rank_of_stage[-1]
+        """Give all ranks the `values` of the last stage's. Messages, since gloo takes longer to begin a collective call."""
+        row, source, own = self.groups.row, self.layout.rank_of_stage[-1], self.groups.rank
         try:
-            dist.broadcast(values, group=self.groups.row, group_src=source)
+            if own == source:
+                others = (rank for rank in range(len(self.groups.pipeline)) if rank != own)
+                works = [row.send([values], rank, 0) for rank in others]
+            else:
+                works = [row.recv([values], source, 0)]
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {dist.get_rank()} waited for the losses of the step, and rank {self.groups.pipeline[source]}, which "
-                f"runs the last stage, did not send them: a rank is gone, stopped or late ({error})"
+                f"rank {dist.get_rank()} exchanged the losses of the step with rank {self.groups.pipeline[source]}, which runs "
+                f"the last stage: a rank is gone, stopped or late ({error})"
             ) from error
 
     @contextmanager
@@ -189,6 +196,10 @@ class PipelineRun:
             group=self.groups.row,
             device=self.device,
         )
+
+    def sync_buffers(self) -> None:
+        """Give all ranks the buffers that stages have changed."""
+        self._buffers.sync()
 
     # ---- states -----------------------------------------------------------------------------------------------------
 

@@ -71,10 +71,13 @@ def alone(case: Case) -> Outcome:
         before, of_rank = torch.get_rng_state(), []
         for data_rank in range(size):
             torch.set_rng_state(before)  # every data rank begins with the same seed
+            buffers = [buffer.clone() for buffer in model.buffers()]
             for weight, part in zip(weights_of(case), parts(case, step, data_rank), strict=True):
                 loss = loss_of(model, part)
                 (loss * weight / size).backward()
                 of_rank.append(loss.detach())
+            if data_rank and buffers:  # those of the first count, as under DDP
+                torch._foreach_copy_(list(model.buffers()), buffers)
         losses += of_rank
         if (step + 1) % case.accumulate == 0:
             if case.clip is not None:
@@ -115,6 +118,7 @@ def train(rank: int, case: Case) -> tuple[Outcome, dict[str, Any]]:
     held = sum(p.untyped_storage().nbytes() for p in model.parameters())
     kept = sum(t.numel() for values in optimizer.state.values() for t in values.values() if t.dim())
     model.eval()
+    engine.sync_buffers()
     logits = engine.evaluate(tokens(1)[0], logits_of)
     state = {name: value.clone() for name, value in engine.module_state().items()}
     optimizer_state = copy.deepcopy(engine.optimizer_state(optimizer))
@@ -126,7 +130,7 @@ def train(rank: int, case: Case) -> tuple[Outcome, dict[str, Any]]:
         later.keys() == optimizer_state.keys()
         and later.get("state", {}).keys() == optimizer_state.get("state", {}).keys()
     )
-    model.loss(tokens(1)[0]).backward()  # a plain module again
+    loss_of(model, tokens(1)[0]).backward()  # a plain module again
     facts = {"held": held, "kept": kept, "whole": whole, "data_rank": data_rank}
     return Outcome(losses, gradients, state, optimizer_state, norms, logits), facts
 

@@ -79,8 +79,9 @@ def in_order(batch_size: int, **kwargs: Any) -> DataLoader[Any]:
     return DataLoader(data, batch_size=batch_size, sampler=DistributedSampler(data, num_replicas=1, rank=0))
 
 
-def results_of(trainer: L.Trainer, module: Counted, train: Any, **fit: Any) -> dict[str, Any]:
+def results_of(trainer: L.Trainer, module: Counted, train: Any, file: Path, **fit: Any) -> dict[str, Any]:
     trainer.fit(module, train, loader(8, length=20), **fit)
+    trainer.save_checkpoint(file)
     return {
         "losses": module.losses,
         "outputs": module.outputs,
@@ -90,10 +91,21 @@ def results_of(trainer: L.Trainer, module: Counted, train: Any, **fit: Any) -> d
         "predicted": [batch.tolist() for batch in trainer.predict(module, loader(8, length=20)) or []],
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "plan": getattr(getattr(trainer.strategy, "parallel_plan", None), "to_dict", dict)(),
+        "saved": torch.load(file, weights_only=False) if trainer.global_rank == 0 else {},
     }
 
 
-COMMON = {"max_epochs": 2, "gradient_clip_val": 0.5}
+COMMON: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": 0.5}
+# By name: options of the strategy, of the Trainer, and ranks.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "1f1b": ({}, {}),
+    "accumulation, clipped values": (
+        {"schedule": "gpipe"},
+        {"accumulate_grad_batches": 2, "gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
+    ),
+    "two stages per rank": ({"schedule": "interleaved_zero_bubble"}, {"precision": "bf16-mixed"}),
+    "on a V, recomputed": ({"schedule": "zbv", "recompute": True}, {"gradient_clip_val": None}),
+}
 
 
 def one_process(folder: Path, **kwargs: Any) -> dict[str, Any]:
@@ -101,39 +113,48 @@ def one_process(folder: Path, **kwargs: Any) -> dict[str, Any]:
     module = Counted()
     module.parts = 4
     trainer = make_trainer(**{**COMMON, **kwargs})
-    found = results_of(trainer, module, in_order(8, length=36))
-    trainer.save_checkpoint(folder / "plain.ckpt")
+    return results_of(trainer, module, in_order(8, length=36), folder / "plain.ckpt")
+
+
+def fits(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, (options, kwargs) in CASES.items():
+        torch.manual_seed(rank)
+        trainer = make_trainer(pipeline(2, microbatches=4, **options), devices=2, **{**COMMON, **kwargs})
+        found[name] = results_of(trainer, Counted(), loader(8, length=36), folder / "topt.ckpt")
     return found
 
 
-def fit(rank: int, folder: Path, options: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    torch.manual_seed(rank)
-    trainer = make_trainer(pipeline(2, microbatches=4, **options), devices=2, **{**COMMON, **kwargs})
-    found = results_of(trainer, Counted(), loader(8, length=36))
-    trainer.save_checkpoint(folder / "topt.ckpt")
-    return found
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+def assert_equal(found: dict[str, Any], expected: dict[str, Any], *, relative: float = 1e-4) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], rel=relative)
     for own, one in zip(found["outputs"], expected["outputs"], strict=True):
-        assert own[:2] == one[:2] and own[2] == pytest.approx(one[2], rel=1e-3, abs=1e-2)
-    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-3)
+        assert own[:2] == one[:2] and own[2] == pytest.approx(one[2], rel=10 * relative, abs=100 * relative)
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=10 * relative)
     assert found["logged"] == expected["logged"]
-    assert found["tested"] == pytest.approx(expected["tested"], rel=1e-3)
-    assert found["predicted"] == expected["predicted"]
+    assert found["tested"] == pytest.approx(expected["tested"], rel=10 * relative)
+    assert relative > 1e-4 or found["predicted"] == expected["predicted"]
     for name, value in expected["state"].items():
-        torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found["state"][name], value, rtol=10 * relative, atol=relative)
+    if found["saved"]:
+        assert_same_file(found["saved"], expected["saved"], relative)
 
 
-def test_a_fit_is_that_of_one_process(tmp_path: Path) -> None:
-    """The last batch of an epoch, four samples, is smaller."""
-    expected = one_process(tmp_path)
-    for found in on_ranks(fit, tmp_path, {}, {}):
-        assert_equal(found, expected)
-        assert found["plan"]["schedule"] == "1f1b" and len(found["plan"]["stages"]) == 2
-    saved, plain = (torch.load(tmp_path / name, weights_only=False) for name in ("topt.ckpt", "plain.ckpt"))
+def assert_same_file(saved: dict[str, Any], plain: dict[str, Any], relative: float) -> None:
     assert list(saved["state_dict"]) == list(plain["state_dict"])
-    for index, values in plain["optimizer_states"][0]["state"].items():
+    (own,), (one,) = saved["optimizer_states"], plain["optimizer_states"]
+    assert own["param_groups"] == one["param_groups"] and set(own["state"]) == set(one["state"])
+    for index, values in one["state"].items():
         for key, value in values.items():
-            torch.testing.assert_close(saved["optimizer_states"][0]["state"][index][key], value, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(own["state"][index][key], value, rtol=10 * relative, atol=relative)
+
+
+def test_fits_are_those_of_one_process(tmp_path: Path) -> None:
+    """The last batch of an epoch, four samples, is smaller."""
+    results = on_ranks(fits, tmp_path)
+    for name, (options, kwargs) in CASES.items():
+        expected = one_process(tmp_path, **kwargs)
+        for found in results:
+            assert_equal(found[name], expected, relative=1e-2 if "precision" in kwargs else 1e-4)
+            schedule = options.get("schedule", "1f1b")
+            assert found[name]["plan"]["schedule"] == schedule
+            assert len(found[name]["plan"]["stages"]) == (2 if schedule in ("1f1b", "gpipe") else 4)

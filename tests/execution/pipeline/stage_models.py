@@ -75,11 +75,24 @@ class Normed(Plain):
             block.insert(1, nn.BatchNorm1d(5))
 
 
+class Spare(Plain):
+    """A module that is never called, and one that has no influence on the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.probe = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        self.probe(x)
+        return super().run_blocks(x)
+
+
 MODELS: dict[str, Callable[[], Plain]] = {
     "plain": Plain,
     "tied": Tied,
     "skips": Skips,
     "normed": Normed,
+    "spare": Spare,
     "dropout": lambda: Plain(dropout=0.5),
 }
 

@@ -63,7 +63,7 @@ def alone(case: Case) -> Outcome:
     """One process runs the same microbatches; those of all data ranks are averaged."""
     model, size = make(case.model), case.plan.data_parallel_size
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in case.frozen)
+        parameter.requires_grad_(not name.startswith(case.frozen))
     optimizer = optimizer_of(model)
     torch.manual_seed(5)
     losses, norms = [], []
@@ -95,7 +95,7 @@ def train(rank: int, case: Case) -> tuple[Outcome, dict[str, Any]]:
     model = make(case.model, seed=rank)  # rank 0's weights must win
     originals = dict(model.named_parameters())
     for name, parameter in originals.items():
-        parameter.requires_grad_(name not in case.frozen)
+        parameter.requires_grad_(not name.startswith(case.frozen))
     data_rank = case.plan.mesh.data_rank(rank)
     torch.manual_seed(5)
     engine = Engine(case.plan, model, device=CPU)
@@ -155,6 +155,10 @@ CASES: dict[str, Case] = {
     "accumulated": Case("tied", plan_of(2, "zbv", stages=4), accumulate=3, clip=0.1),
     "recomputed": Case("dropout", plan_of(2, "zero_bubble", recompute=True)),
     "frozen": Case("tied", plan_of(2, "1f1b"), frozen=("embed.weight", "positions", "blocks.0.0.weight")),
+    "frozen stage": Case(
+        "plain", plan_of(2, "zero_bubble"), frozen=("embed", "positions", *(f"blocks.{i}" for i in range(3)))
+    ),
+    "unused": Case("spare", plan_of(2, "1f1b", data=2)),
     "3 ranks": Case("skips", plan_of(3, "1f1b")),
     "3 ranks tied": Case("tied", plan_of(3, "zbv", stages=6), clip=0.5),
     "data first": Case("tied", plan_of(2, "1f1b", data=2, data_first=True), clip=0.1),

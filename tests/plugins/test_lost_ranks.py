@@ -22,8 +22,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy, ParallelOptimizerStep
+from lightning_topt import (
+    AutoParallelStrategy,
+    CompressedDDPStrategy,
+    LocalStepsStrategy,
+    ParallelOptimizerStep,
+    PipelineStrategy,
+)
 from lightning_topt.communication.processes import process_state
+from lightning_topt.costs.cluster import Cluster, Device, Link
 from tests.plugins.trainer_ranks import RecordingGPT, _as_torchrun, loader, make_trainer
 from tests.preloaded import preloaded_python
 
@@ -65,6 +72,8 @@ class Loses(RecordingGPT):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3:
             self._reach("training")
+        if batch_idx == 3 and self.where == "block":  # inside of a pass
+            self.norm.register_forward_pre_hook(lambda *_: self._reach("block"))
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._reach("validation")
@@ -104,6 +113,14 @@ def shared(**options: Any) -> Any:
     return lambda: (DDPStrategy(timeout=LIMIT), [ParallelOptimizerStep(always=True, timeout_seconds=8, **options)])
 
 
+def pipeline() -> Any:
+    """Groups of a pipeline are made later, with the limit that there is by then."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=12))
+    link = Link(1e-5, 1e9)
+    cluster = Cluster("toy", Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6), 2, 1, link, link, backend="gloo")
+    return PipelineStrategy(microbatches=2, cluster=cluster, timeout=LIMIT), []
+
+
 CASES: dict[str, tuple[Any, str, int]] = {
     "ddp": (topt("ddp"), "training", KILL),
     "ddp, error": (topt("ddp"), "training", RAISE),
@@ -122,6 +139,11 @@ CASES: dict[str, tuple[Any, str, int]] = {
     "shared step": (shared(), "training", KILL),
     "reduce-scatter": (shared(reduce_scatter=True), "training", STOP),
     "reduce-scatter, validation": (shared(reduce_scatter=True), "validation", STOP),
+    "pipeline": (pipeline, "training", STOP),
+    "pipeline, killed": (pipeline, "training", KILL),
+    "pipeline, error": (pipeline, "training", RAISE),
+    "pipeline, error in a block": (pipeline, "block", RAISE),
+    "pipeline, validation": (pipeline, "validation", KILL),
 }
 
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
 
 from lightning_topt import (
     AutoParallelStrategy,
@@ -72,14 +73,30 @@ class Loses(RecordingGPT):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3:
             self._reach("training")
-        if batch_idx == 3 and self.where == "block":  # inside of a pass
-            self.norm.register_forward_pre_hook(lambda *_: self._reach("block"))
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._reach("validation")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._reach("checkpoint")
+
+
+class Fails(nn.LayerNorm):
+    """Raises an error when it has run for some microbatches, on whichever rank that is."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += self.training and type(x) is Tensor
+        if self.runs > 6:
+            raise MyError("on one rank only")
+        return super().forward(x)
+
+
+class FailsInBlock(Loses):
+    def __init__(self, where: str, number: int) -> None:
+        super().__init__(where, number)
+        self.norm = Fails(16)
 
 
 class SgdLoses(Loses):
@@ -151,7 +168,7 @@ def fit(rank: int, case: str, folder: str) -> str:
     make, where, number = CASES[case]
     strategy, callbacks = make()
     trainer = make_trainer(strategy, devices=2, callbacks=[*callbacks, Saves(folder)])
-    kind = SgdLoses if "compressed" in case else Loses
+    kind = SgdLoses if "compressed" in case else FailsInBlock if where == "block" else Loses
     try:
         trainer.fit(kind(where, number), loader(4), loader(4))
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,10 @@ def draw_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return Draw(func, tuple(map(_spec, args)), tuple((key, _spec(value)) for key, value in kwargs.items()))
 
 
-def draw_again(draws: Iterable[Draw], device: torch.device) -> None:
+def draw_again(draws: Sequence[Draw], device: torch.device) -> None:
     """Draw the same numbers on `device` and throw them away: the generator is then as after the operators themselves."""
+    if not draws:
+        return
     with torch.no_grad():
         for draw in draws:
             assert not draw.problem, draw.problem

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 from lightning_topt.plan.presets import PRESETS
 
@@ -28,14 +28,17 @@ class Plain(nn.Module):
         self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(8, 11, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.positions
+    def forward(self, tokens: Tensor, *, loss: bool = False) -> Tensor:
+        logits = self.head(self.run_blocks(self.embed(tokens) + self.positions))
+        return self.loss(logits, tokens) if loss else logits
+
+    def run_blocks(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)
+        return x
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        return F.cross_entropy(self(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+    def loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
 class Tied(Plain):
@@ -45,24 +48,22 @@ class Tied(Plain):
         super().__init__()
         self.head.weight = self.embed.weight
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        logits = self(tokens)
+    def loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
         again = F.linear(logits.softmax(-1), self.embed.weight.T)
-        return F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten()) + again.square().mean()
+        return super().loss(logits, tokens) + again.square().mean()
 
 
 class Skips(Plain):
     """What early blocks make is needed by late ones."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.positions
+    def run_blocks(self, x: Tensor) -> Tensor:
         kept = []
         for block in self.blocks[:3]:
             x = block(x)
             kept.append(x)
         for block in self.blocks[3:]:
             x = block(x + kept.pop())
-        return self.head(x)
+        return x
 
 
 class Normed(Plain):
@@ -74,11 +75,24 @@ class Normed(Plain):
             block.insert(1, nn.BatchNorm1d(5))
 
 
+class Spare(Plain):
+    """A module that is never called, and one that has no influence on the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.probe = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        self.probe(x)
+        return super().run_blocks(x)
+
+
 MODELS: dict[str, Callable[[], Plain]] = {
     "plain": Plain,
     "tied": Tied,
     "skips": Skips,
     "normed": Normed,
+    "spare": Spare,
     "dropout": lambda: Plain(dropout=0.5),
 }
 
@@ -89,7 +103,7 @@ def make(name: str, *, seed: int = 0) -> Plain:
 
 
 def loss_of(model: Any, tokens: Tensor) -> Tensor:
-    return model.loss(tokens)
+    return model(tokens, loss=True)
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
@@ -117,13 +131,19 @@ def plan_of(
     storage: str = "ddp",
     recompute: bool = False,
     data_first: bool = False,
+    tensor: int = 1,
 ) -> ParallelPlan:
     axes = [Axis("pipeline", pipeline), *([Axis("data", data)] if data > 1 else [])]
-    mesh = Mesh(tuple(reversed(axes)) if data_first else tuple(axes))
+    axes = [*(reversed(axes) if data_first else axes), *([Axis("tensor", tensor)] if tensor > 1 else [])]
+    mesh = Mesh(tuple(axes))
     placed = PRESETS[storage].storage(mesh)
+    whole = (Replicate(),) * (len(axes) - 1)
+    slices = {"0.weight": Shard(0), "0.bias": Shard(0), "3.weight": Shard(1)} if tensor > 1 else {}
+    split = tuple((name, (*whole, placement)) for name, placement in slices.items())
 
     def block(name: str) -> BlockPlan:
-        return BlockPlan(name, OpConfig(placed, recompute=recompute and name.startswith("blocks")))
+        is_block = name.startswith("blocks")
+        return BlockPlan(name, OpConfig(placed, recompute and is_block, parameters=split if is_block else ()))
 
     named = [StagePlan(tuple(map(block, names))) for names in cut(stages or pipeline)]
     named[0] = StagePlan((*named[0].blocks, block("")))

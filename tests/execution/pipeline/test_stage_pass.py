@@ -6,7 +6,9 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
+import torch
 
+from tests.execution.pipeline.pipelined_models import MODELS
 from tests.execution.pipeline.stages_in_turn import assert_same, run_plain, run_stages
 from tests.models import GPT, batch_for
 
@@ -35,3 +37,15 @@ def test_gpt_with_dropout_at_every_cut(count, split):
     for stages in cuts(GPT_BLOCKS, count):
         assert_same(run_stages(module, batches, stages, split=split), plain)
         assert_same(run_stages(module, batches, stages, split=split, ranks=[0] * count), plain)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_models_at_every_cut(model, count):
+    torch.manual_seed(0)
+    module = model()
+    batches = [module.batch(2) for _ in range(2)]
+    plain = run_plain(module, batches)
+    for number, stages in enumerate(cuts(list(module.blocks), count)):
+        assert_same(run_stages(module, batches, stages, split=bool(number % 2)), plain)
+        assert_same(run_stages(module, batches, stages, split=not number % 2), plain)

@@ -39,6 +39,10 @@ class Schedule:
     rank_of_stage: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
 
+    def __hash__(self) -> int:
+        """Hash without the actions: schedules are looked up often, and others of the same name and size are rare."""
+        return hash((self.name, self.num_microbatches, self.rank_of_stage))
+
     @property
     def num_stages(self) -> int:
         """Number of stages on all ranks."""

@@ -1,0 +1,171 @@
+"""An event simulation of a pipeline with a clock, a queue per link and live sums of bytes: the twin of `simulate`."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from lightning_topt.schedules.schedule import Action, Schedule
+from lightning_topt.schedules.stage_costs import StageCosts
+
+
+class SlowSimulator:
+    """Ranks and links are processes that wake one another; bytes are added and taken off as it happens, and read between
+    instants."""
+
+    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
+        self.schedule, self.costs = schedule, costs
+        stages, ranks = range(schedule.num_stages), range(schedule.num_ranks)
+        self.is_training = any(action.kind != "forward" for action in schedule.actions[0])
+        self.edges = (
+            list(itertools.pairwise(stages)) if costs.transfer_seconds is None else list(costs.transfer_seconds)
+        )
+        self.work = [deque(self.operations(actions)) for actions in schedule.actions]
+        self.busy = [False for _ in ranks]
+        self.done: set[Any] = set()
+        self.started: set[Any] = set()
+        self.arrived: set[Any] = set()
+        self.links: dict[tuple[int, int], deque[Any]] = {}
+        self.link_busy: set[tuple[int, int]] = set()
+        self.now, self.events, self.counter = 0.0, [], itertools.count()
+        static = costs.static_bytes or [0] * len(stages)
+        self.held = [sum(static[s] for s in schedule.stages_of(r)) for r in ranks]
+        self.peak = list(self.held)
+        self.spans: dict[Action, tuple[float, float]] = {}
+
+    def run(self) -> float:
+        for rank in range(self.schedule.num_ranks):
+            self.wake(rank)
+        while self.events:
+            now, _, happen = heapq.heappop(self.events)
+            if now > self.now:
+                self.peak = list(map(max, self.peak, self.held))
+            self.now = now
+            happen()
+        assert not any(self.work), "hangs"
+        return self.now
+
+    def operations(self, actions: tuple[Action, ...]) -> list[tuple[str, Any]]:
+        """Return what a rank does in order: passes, and with transfers that occupy it, also these."""
+        found: list[tuple[str, Any]] = []
+        for action in actions:
+            if not self.costs.overlapped:
+                found += [("receive", each) for each in self.tensors(action, out=False)]
+            found.append(("pass", action))
+            if not self.costs.overlapped:
+                found += [("send", each) for each in self.tensors(action, out=True)]
+        return found
+
+    def tensors(self, action: Action, *, out: bool) -> list[Any]:
+        """Return (source stage, target stage, gradient, microbatch) of what an action sends or receives between ranks."""
+        back, rank_of = action.kind != "forward", self.schedule.rank_of_stage
+        if action.kind == "backward_weight":
+            return []
+        end = 0 if out != back else 1  # forward goes out at the edge's source, a gradient at its target
+        return [
+            (*edge, back, action.microbatch_index)
+            for edge in sorted(self.edges)
+            if edge[end] == action.stage_index and rank_of[edge[0]] != rank_of[edge[1]]
+        ]
+
+    def at(self, seconds: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.counter), happen))
+
+    def add(self, rank: int, nbytes: float) -> None:
+        self.held[rank] += nbytes
+
+    def seconds_of(self, tensor: Any) -> float:
+        source, target, back, _ = tensor
+        table = self.costs.transfer_seconds
+        if back and self.costs.gradient_seconds is not None:
+            table = self.costs.gradient_seconds
+        return 0.0 if table is None else table[source, target]
+
+    def bytes_of(self, tensor: Any) -> float:
+        return (self.costs.transfer_bytes or {}).get(tensor[:2], 0.0)
+
+    def is_held_by_sender(self, tensor: Any) -> bool:
+        """Return whether it counts until it has arrived: outputs of a training's forward are activations anyway."""
+        return tensor[2] or not self.is_training
+
+    def arrive(self, tensor: Any) -> None:
+        self.arrived.add(tensor)
+        self.add(self.ends_of(tensor)[0], -self.bytes_of(tensor) if self.is_held_by_sender(tensor) else 0.0)
+
+    def ends_of(self, tensor: Any) -> tuple[int, int]:
+        source, target, back, _ = tensor
+        ranks = self.schedule.rank_of_stage[source], self.schedule.rank_of_stage[target]
+        return ranks[::-1] if back else ranks
+
+    def wake(self, rank: int) -> None:
+        if self.busy[rank] or not self.work[rank]:
+            return
+        what, item = self.work[rank][0]
+        if what == "receive":
+            if item not in self.started:
+                return
+            self.occupy(rank, self.seconds_of(item), lambda: self.arrive(item))
+        elif what == "send":
+            self.started.add(item)
+            self.add(self.ends_of(item)[1], self.bytes_of(item))
+            self.occupy(rank, self.seconds_of(item), lambda: None)
+            self.wake(self.ends_of(item)[1])
+        elif self.costs.overlapped and any(each not in self.arrived for each in self.tensors(item, out=False)):
+            return
+        else:
+            self.start(rank, item)
+
+    def occupy(self, rank: int, seconds: float, then: Callable[[], None]) -> None:
+        self.work[rank].popleft()
+        self.busy[rank] = True
+
+        def end() -> None:
+            self.busy[rank] = False
+            then()
+            self.wake(rank)
+
+        self.at(seconds, end)
+
+    def start(self, rank: int, action: Action) -> None:
+        stage, costs, begun = action.stage_index, self.costs, self.now
+        forward = action.kind == "forward"
+        extra = costs.forward_bytes if forward else costs.backward_bytes
+        during = extra[stage] if extra else 0.0
+        if forward:
+            self.held[rank] -= sum(map(self.bytes_of, self.tensors(action, out=False)))
+            self.held[rank] += costs.activation_bytes[stage] if costs.activation_bytes and self.is_training else 0.0
+        self.add(rank, during)
+
+        def end() -> None:
+            self.spans[action] = begun, self.now
+            self.add(rank, -during)
+            if not forward and action.kind != "backward_weight":
+                self.add(rank, -sum(map(self.bytes_of, self.tensors(action, out=False))))
+                self.add(rank, -costs.activation_bytes[stage] if costs.activation_bytes else 0.0)
+            if costs.weight_bytes and action.kind in ("backward_input", "backward_weight"):
+                self.add(rank, costs.weight_bytes[stage] * (1 if action.kind == "backward_input" else -1))
+            for tensor in self.tensors(action, out=True):
+                self.add(rank, self.bytes_of(tensor) if self.is_held_by_sender(tensor) else 0.0)
+                if costs.overlapped:
+                    self.links.setdefault(self.ends_of(tensor), deque()).append(tensor)
+                    self.pump(self.ends_of(tensor))
+
+        self.occupy(rank, getattr(costs, action.kind)[stage], end)
+
+    def pump(self, link: tuple[int, int]) -> None:
+        if link in self.link_busy or not self.links[link]:
+            return
+        tensor = self.links[link].popleft()
+        self.link_busy.add(link)
+        self.add(link[1], self.bytes_of(tensor))
+
+        def end() -> None:
+            self.arrive(tensor)
+            self.link_busy.remove(link)
+            self.pump(link)
+            self.wake(link[1])
+
+        self.at(self.seconds_of(tensor), end)

@@ -53,8 +53,8 @@ class ParallelPlan:
     every rank; None: an all-reduce. `predicted` and `reason` are for people.
 
     `schedule` names the pipeline schedule of a plan with stages (`schedules`), None without. Stages are numbered along the
-    forward pass, as many on each rank along the axis "pipeline"; which of them a rank runs is the schedule's. A block that
-    stands in several stages is placed alike in all of them: its calls are divided among them in order, evenly.
+    forward pass, as many on each rank along the axis "pipeline"; which of them a rank runs is the schedule's. A named block
+    stands in one stage; the block ``""`` may stand in several, which place it alike.
 
     `num_microbatches`, with a schedule, is the number of parts that a rank's batch is cut into. Without one it is the number
     of batches that the ranks of a tensor group run together in a step, one after the other: 1, a batch that all of them get,
@@ -254,11 +254,14 @@ def _check_stages(plan: ParallelPlan) -> None:
         raise PlanError(f"num_microbatches is at least 1, got {plan.num_microbatches}")
     if count > 1 and (empty := [s for s, stage in enumerate(plan.stages) if not any(b.block for b in stage.blocks)]):
         raise PlanError(f'stages[{empty[0]}] names no block but "", so nothing says where it begins: name one')
-    placed = plan.configs
-    if unlike := [
-        block.block for stage in plan.stages for block in stage.blocks if block.config != placed[block.block]
-    ]:
-        raise PlanError(f"block {shown(unlike[0])} stands in several stages, which must place it alike")
+    stages: dict[str, int] = {}
+    for index, block in ((index, block) for index, stage in enumerate(plan.stages) for block in stage.blocks):
+        if stages.setdefault(block.block, index) != index and block.block:
+            raise PlanError(
+                f"block {shown(block.block)} is in the stages {stages[block.block]} and {index}: leave it in one"
+            )
+        if block.config != plan.configs[block.block]:
+            raise PlanError('the block "" stands in several stages, which must place it alike')
 
 
 def _read(data: Any) -> ParallelPlan:

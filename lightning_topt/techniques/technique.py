@@ -150,6 +150,15 @@ class Applied:
     exchange: CompressedExchange | None = None
 
 
+def replaced_by(applied: Iterable[Applied]) -> dict[Tensor, Tensor]:
+    """Return the parameter that is now in the place of each original one, techniques in the order of their application."""
+    found: dict[Tensor, Tensor] = {}
+    for each in applied:
+        later = dict(each.replaced)
+        found = {original: later.pop(now, now) for original, now in found.items()} | later
+    return found
+
+
 @dataclass
 class BlockSeconds:
     """`BlockSeconds` are what techniques add to the computation of a block, in seconds.

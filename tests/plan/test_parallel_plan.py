@@ -332,8 +332,8 @@ def test_stages_by_hand() -> None:
     )
 
 
-def test_a_block_of_several_stages_is_placed_alike() -> None:
-    plan = ParallelPlan.from_yaml(WITH_STAGES.replace("block: head, storage: ddp", "block: embed, storage: zero1"))
+def test_the_rest_may_stand_in_several_stages() -> None:
+    plan = ParallelPlan.from_yaml(WITH_STAGES.replace("block: head, storage: ddp", 'block: "", storage: zero1'))
     assert [*plan.configs] == ["embed", "blocks.0", "", "blocks.1"] and len(plan.blocks) == 4
     assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
 
@@ -358,7 +358,8 @@ def test_positions_along_a_pipeline() -> None:
         (("name: pipeline, size: 2", "name: pipeline, size: 4"), "2 stages cannot be divided among 4 ranks"),
         (("num_microbatches: 8", "num_microbatches: 0"), "num_microbatches"),
         (('block: "", storage', "block: norm, storage"), "everything outside"),
-        (("block: head, storage: ddp", "block: embed, storage: ddp"), "must place it alike"),
+        (("block: head, storage: ddp", 'block: "", storage: ddp'), "must place it alike"),
+        (("block: head, storage: ddp", "block: embed, storage: zero1"), "'embed' is in the stages 0 and 1"),
         (
             ("{block: blocks.1, storage: zero1}\n  - {block: head, storage: ddp}", '{block: "", storage: zero1}'),
             "stages.1.",

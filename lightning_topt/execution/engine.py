@@ -31,13 +31,11 @@ from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer
-from lightning_topt.execution.gathered_state import gather_module_state, place_module_state
+from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.mesh import check_world_size, say_where_nodes_differ
 from lightning_topt.execution.microbatches import run_in_turn
 from lightning_topt.execution.pipeline.pipeline_run import Example, PipelineRun
 from lightning_topt.execution.pipeline.stage_optimizer import StageOptimizer
-from lightning_topt.execution.sharded_checkpoint import StoredModule
-from lightning_topt.execution.tensor_chunks import chunks_of
 from lightning_topt.optim import sharded_gradients
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.techniques.block_parameters import check_blocks, check_tied, parameters_by_block
@@ -82,8 +80,8 @@ class Engine:
 
     @property
     def has_shards(self) -> bool:
-        """Whether parameters are in shards or slices now, so that taking the plan back needs every rank."""
-        return any(applied.replaced or applied.split for applied in self._applied)
+        """Whether parameters are in shards, slices or stages now, so that taking the plan back needs every rank."""
+        return self._stages is not None or any(applied.replaced or applied.split for applied in self._applied)
 
     def apply(self, *, wrapped: DistributedDataParallel | None = None, example: Example | None = None) -> nn.Module:
         """Apply the plan to the module in place; returns what forward must be called through. A collective call.
@@ -92,13 +90,16 @@ class Engine:
         not be there otherwise. A plan with stages needs an `example` of its steps, and runs in `run_step` and `evaluate` only.
         """
         assert wrapped is None or self.plan.keeps_gradients_whole, "DDP would average gradients that are to be sharded"
+        parameters: dict[str, dict[str, nn.Parameter]] = {block: {**named} for block, named in self._parameters.items()}
         if self.plan.schedule is not None:
-            self._start_stages(example)
+            self._stages = stages = PipelineRun.start(self.plan, self.module, device=self.device, example=example)
+            self._applied.append(Applied(undo=stages.release, no_sync=stages.no_sync))
+            parameters = stages.kept_of(parameters)
         model = ParallelModel(
             module=self.module,
             mesh=self.plan.mesh,
             configs=self._configs,
-            parameters=self._kept_parameters(),
+            parameters=parameters,
             device=self.device,
             root=self.module if wrapped is None else wrapped,
             exchange=self.plan.gradient_exchange,
@@ -235,25 +236,15 @@ class Engine:
         if self._stages is not None:
             return self._stages.module_state() if full else self._stages.own_module_state()
         self._reshard()
-        state = self.module.state_dict()
-        if not self.has_shards:
-            return state
-        split = self._split_names
-        if full:
-            return gather_module_state(state, split)
-        return {name: chunks_of(value, split.get(name)) for name, value in state.items()}
+        return module_state(self.module, self._split_names, full=full) if self.has_shards else self.module.state_dict()
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a whole state, each rank its part, or a stored one, of which each rank reads its part."""
         if self._stages is not None:
-            whole = state.read() if isinstance(state, StoredModule) else state
-            return self._stages.load_module_state(whole, strict=strict)
+            return self._stages.load_module_state(state, strict=strict)
         self._reshard()
-        own = self.module.state_dict()
-        if isinstance(state, StoredModule):
-            state = state.read(like=own, split=self._split_names)
-        placed = place_module_state(state, own, self._split_names) if self.has_shards else state
-        self.module.load_state_dict(placed, strict=strict)
+        split = self._split_names if self.has_shards else None
+        load_module_state(self.module, state, split, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, full: bool = True) -> State:
         """Return the optimizer's state, also after `release`; as `module_state`. A collective call."""
@@ -309,22 +300,6 @@ class Engine:
     def _around_microbatch(self, is_last: bool) -> Generator[None, None, None]:
         with self.around_step(), nullcontext() if is_last else self.no_sync():
             yield
-
-    def _start_stages(self, example: Example | None) -> None:
-        if example is None:
-            raise PlanError(
-                "a plan with stages needs an example of its steps: apply(example=Example(loss_fn, microbatch))"
-            )
-        try:
-            self._stages = stages = PipelineRun(self.plan, self.module, device=self.device, example=example)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
-        self._applied.append(Applied(undo=stages.release, no_sync=stages.no_sync))
-
-    def _kept_parameters(self) -> dict[str, dict[str, nn.Parameter]]:
-        kept = None if self._stages is None else self._stages.own_parameters()
-        named = self._parameters.items()
-        return {block: {n: p for n, p in of.items() if kept is None or p in kept} for block, of in named}
 
     @property
     def _split_names(self) -> dict[str, SplitTensor]:

@@ -23,7 +23,8 @@ from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.execution.pipeline.stage_norms import clip_norm_
 from lightning_topt.execution.pipeline.stage_peers import Peers
 from lightning_topt.execution.pipeline.step_flows import StageFlow, Step, StepFlows
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.execution.sharded_checkpoint import StoredModule
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.schedules.forward_only import forward_schedule
 from lightning_topt.schedules.make_schedule import make_schedule
 from lightning_topt.schedules.schedule import Schedule
@@ -63,6 +64,25 @@ class PipelineRun:
         self._exchanges = StageExchanges(self._parameters, self.layout, self.groups)
         self._buffers = StageBuffers(module, self.layout, self.groups)
         self._synchronizes, self._failed = True, False
+
+    @classmethod
+    def start(
+        cls, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example | None
+    ) -> PipelineRun:
+        """Return it, or raise PlanError for all that is wrong with the plan, and without an example."""
+        if example is None:
+            raise PlanError(
+                "a plan with stages needs an example of its steps: apply(example=Example(loss_fn, microbatch))"
+            )
+        try:
+            return cls(plan, module, device=device, example=example)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+
+    def kept_of(self, named: Mapping[str, Mapping[str, nn.Parameter]]) -> dict[str, dict[str, nn.Parameter]]:
+        """Return those of the parameters, by block and name, that this rank keeps."""
+        kept = self.own_parameters()
+        return {block: {name: p for name, p in of_block.items() if p in kept} for block, of_block in named.items()}
 
     def own_parameters(self) -> frozenset[nn.Parameter]:
         """Return the parameters that this rank keeps."""
@@ -161,13 +181,20 @@ class PipelineRun:
         return known
 
     def _from_last(self, values: Tensor) -> None:
-        source = self.layout.rank_of_stage[-1]
+        """Give all ranks the `values` of the last stage's. Messages, since gloo takes longer to begin a collective call."""
+        row, source, own = self.groups.row, self.layout.rank_of_stage[-1], self.groups.rank
         try:
-            dist.broadcast(values, group=self.groups.row, group_src=source)
+            if own == source:
+                others = (rank for rank in range(len(self.groups.pipeline)) if rank != own)
+                works = [row.send([values], rank, 0) for rank in others]
+            else:
+                works = [row.recv([values], source, 0)]
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {dist.get_rank()} waited for the losses of the step, and rank {self.groups.pipeline[source]}, which "
-                f"runs the last stage, did not send them: a rank is gone, stopped or late ({error})"
+                f"rank {dist.get_rank()} exchanged the losses of the step with rank {self.groups.pipeline[source]}, which runs "
+                f"the last stage: a rank is gone, stopped or late ({error})"
             ) from error
 
     @contextmanager
@@ -213,7 +240,8 @@ class PipelineRun:
         return {name: value for name, value in self.module.state_dict().items() if name not in names}
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Load a whole state, each rank its part."""
+        """Load a whole state, or a stored one, each rank its part."""
+        state = state.read() if isinstance(state, StoredModule) else state
         with self.foreign.skipped_by_loading():
             self.module.load_state_dict(state, strict=strict)
 

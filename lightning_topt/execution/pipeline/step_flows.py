@@ -41,6 +41,7 @@ class StepFlows:
         self._module, self._device = module, device
         self._stages = [tuple(blocks) for blocks in stages]
         self._order = RandomOrder(device)
+        self._submodules, self._parameters = list(module.modules()), list(module.parameters())
         self._known: dict[Hashable, StageFlow] = {}
         self._modules: list[tuple[str, ...]] = []  # of each stage in the first step, the unnamed ones too
 
@@ -51,7 +52,7 @@ class StepFlows:
 
     def of(self, step: Step, microbatches: Sequence[Any], *, kind: Hashable = None) -> list[StageFlow]:
         """Return the flow of `step` on each microbatch. `kind` tells steps apart; None: by their code."""
-        common = (_code(step) if kind is None else kind, torch.is_grad_enabled(), _modes(self._module))
+        common = (_code(step) if kind is None else kind, torch.is_grad_enabled(), self._modes())
         found = []
         for microbatch in microbatches:
             key = (common, signature(microbatch))
@@ -62,6 +63,10 @@ class StepFlows:
                     self._remember(key, flow)
             found.append(flow)
         return found
+
+    def _modes(self) -> Hashable:
+        training = [submodule.training for submodule in self._submodules]
+        return tuple(training), tuple([parameter.requires_grad for parameter in self._parameters])
 
     def _trace(self, step: Step, microbatch: Any) -> StageFlow:
         flow = trace_flow(self._module, step, microbatch, units=self.units, device=self._device)
@@ -107,11 +112,6 @@ def _alone(flow: StepFlow, stage_of_call: Sequence[int], count: int) -> list[tup
     for call, stage in zip(flow.calls, stage_of_call, strict=True):
         stages.setdefault(call.module, set()).add(stage)
     return [tuple(name for name, where in stages.items() if where == {stage}) for stage in range(count)]
-
-
-def _modes(module: nn.Module) -> Hashable:
-    training = tuple(submodule.training for submodule in module.modules())
-    return training, tuple(parameter.requires_grad for parameter in module.parameters())
 
 
 def _code(step: Step) -> Hashable:

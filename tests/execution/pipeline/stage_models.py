@@ -28,14 +28,17 @@ class Plain(nn.Module):
         self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(8, 11, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.positions
+    def forward(self, tokens: Tensor, *, loss: bool = False) -> Tensor:
+        logits = self.head(self.run_blocks(self.embed(tokens) + self.positions))
+        return self.loss(logits, tokens) if loss else logits
+
+    def run_blocks(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)
+        return x
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        return F.cross_entropy(self(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+    def loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
 class Tied(Plain):
@@ -45,24 +48,22 @@ class Tied(Plain):
         super().__init__()
         self.head.weight = self.embed.weight
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        logits = self(tokens)
+    def loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
         again = F.linear(logits.softmax(-1), self.embed.weight.T)
-        return F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten()) + again.square().mean()
+        return super().loss(logits, tokens) + again.square().mean()
 
 
 class Skips(Plain):
     """What early blocks make is needed by late ones."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.positions
+    def run_blocks(self, x: Tensor) -> Tensor:
         kept = []
         for block in self.blocks[:3]:
             x = block(x)
             kept.append(x)
         for block in self.blocks[3:]:
             x = block(x + kept.pop())
-        return self.head(x)
+        return x
 
 
 class Normed(Plain):
@@ -89,7 +90,7 @@ def make(name: str, *, seed: int = 0) -> Plain:
 
 
 def loss_of(model: Any, tokens: Tensor) -> Tensor:
-    return model.loss(tokens)
+    return model(tokens, loss=True)
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:

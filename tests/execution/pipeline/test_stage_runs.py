@@ -130,7 +130,7 @@ def train(rank: int, case: Case) -> tuple[Outcome, dict[str, Any]]:
         later.keys() == optimizer_state.keys()
         and later.get("state", {}).keys() == optimizer_state.get("state", {}).keys()
     )
-    model.loss(tokens(1)[0]).backward()  # a plain module again
+    loss_of(model, tokens(1)[0]).backward()  # a plain module again
     facts = {"held": held, "kept": kept, "whole": whole, "data_rank": data_rank}
     return Outcome(losses, gradients, state, optimizer_state, norms, logits), facts
 

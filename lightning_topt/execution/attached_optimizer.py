@@ -42,8 +42,11 @@ class AttachedOptimizer:
         replaced: Mapping[Tensor, Tensor],
         split: Mapping[Tensor, SplitTensor],
         attach: Sequence[Callable[[Optimizer], ParallelStep | None]] = (),
+        keeps_whole: bool | None = None,
     ) -> None:
+        """`keeps_whole`: this rank gets the whole state; None: rank 0 does."""
         self.optimizer, self._replaced = optimizer, replaced
+        self._keeps_whole = dist.get_rank() == 0 if keeps_whole is None else keeps_whole
         how = {**split, **{replaced[original]: how for original, how in split.items()}}
         before = enumerate(parameters_of(optimizer))
         self._split = {index: how[parameter] for index, parameter in before if parameter in how}
@@ -81,9 +84,9 @@ class AttachedOptimizer:
                 return self._plain_state()
             if self.parallel_step is not None and dist.get_rank(self.parallel_step.group) == 0:
                 rest = self.parallel_step.state_dict()
-                shared = gather_parameter_states(rest["state"].items(), self._split)
+                shared = gather_parameter_states(rest["state"].items(), self._split, everywhere=self._keeps_whole)
                 rest = {**rest, "state": shared}
-            if dist.get_rank() != 0:
+            if not self._keeps_whole:
                 return {}
             rest = self.optimizer.state_dict() if self.parallel_step is None else rest
         others = {i: {k: _to_host(v) for k, v in values.items()} for i, values in rest["state"].items()}

@@ -18,9 +18,9 @@ reverse order.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -30,18 +30,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
-from lightning_topt.communication.topology import Topology
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer
-from lightning_topt.execution.gathered_state import gather_module_state, place_module_state
-from lightning_topt.execution.mesh import check_world_size, layout_difference
-from lightning_topt.execution.sharded_checkpoint import StoredModule
-from lightning_topt.execution.tensor_chunks import chunks_of
+from lightning_topt.execution.gathered_state import load_module_state, module_state
+from lightning_topt.execution.mesh import check_world_size, say_where_nodes_differ
+from lightning_topt.execution.microbatches import run_in_turn
+from lightning_topt.execution.pipeline.pipeline_run import Example, PipelineRun
+from lightning_topt.execution.pipeline.stage_optimizer import StageOptimizer
 from lightning_topt.optim import sharded_gradients
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.schedules.schedule import Schedule, single_stage_schedule
 from lightning_topt.techniques.block_parameters import check_blocks, check_tied, parameters_by_block
 from lightning_topt.techniques.registry import TECHNIQUES, check_runs
-from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions
+from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions, replaced_by
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
@@ -59,18 +58,16 @@ class Engine:
         self, plan: ParallelPlan, module: nn.Module, *, device: torch.device, options: RunOptions | None = None
     ) -> None:
         check_world_size(plan, dist.get_world_size())
-        if len(plan.stages) > 1:
-            raise PlanError("this release runs plans of one stage")
         self.plan, self.module, self.device = plan, module, device
-        self._configs = {block.block: block.config for block in plan.blocks}
+        self._configs = plan.configs
         self._options = options or RunOptions()
         self._applied: list[Applied] = []
         self._split: dict[Tensor, SplitTensor] = {}
         self._slices: dict[Tensor, int] = {}
         self._joined = False
         self._model: nn.Module = module
-        self._optimizers: dict[Optimizer, AttachedOptimizer] = {}
-        self._schedules: dict[int, Schedule] = {}
+        self._optimizers: dict[Optimizer, AttachedOptimizer | StageOptimizer] = {}
+        self._stages: PipelineRun | None = None  # of a plan with stages, once applied
         self.data_group: dist.ProcessGroup | None = None  # that the batch is split among, once applied; None: all ranks
         self.exchange: CompressedExchange | None = None  # of the plan's gradients, once applied
         try:
@@ -83,21 +80,26 @@ class Engine:
 
     @property
     def has_shards(self) -> bool:
-        """Whether parameters are in shards or slices now, so that taking the plan back needs every rank."""
-        return any(applied.replaced or applied.split for applied in self._applied)
+        """Whether parameters are in shards, slices or stages now, so that taking the plan back needs every rank."""
+        return self._stages is not None or any(applied.replaced or applied.split for applied in self._applied)
 
-    def apply(self, *, wrapped: DistributedDataParallel | None = None) -> nn.Module:
+    def apply(self, *, wrapped: DistributedDataParallel | None = None, example: Example | None = None) -> nn.Module:
         """Apply the plan to the module in place; returns what forward must be called through. A collective call.
 
         `wrapped` is the module in a DistributedDataParallel that exists: it is used where all gradients are whole, and must
-        not be there otherwise.
+        not be there otherwise. A plan with stages needs an `example` of its steps, and runs in `run_step` and `evaluate` only.
         """
         assert wrapped is None or self.plan.keeps_gradients_whole, "DDP would average gradients that are to be sharded"
+        parameters: dict[str, dict[str, nn.Parameter]] = {block: {**named} for block, named in self._parameters.items()}
+        if self.plan.schedule is not None:
+            self._stages = stages = PipelineRun.start(self.plan, self.module, device=self.device, example=example)
+            self._applied.append(Applied(undo=stages.release, no_sync=stages.no_sync))
+            parameters = stages.kept_of(parameters)
         model = ParallelModel(
             module=self.module,
             mesh=self.plan.mesh,
             configs=self._configs,
-            parameters={block: {**named} for block, named in self._parameters.items()},
+            parameters=parameters,
             device=self.device,
             root=self.module if wrapped is None else wrapped,
             exchange=self.plan.gradient_exchange,
@@ -109,38 +111,52 @@ class Engine:
                 self._applied.append(applied)
                 self._split.update(applied.split)
                 self.exchange = applied.exchange or self.exchange
-        now = self._replaced
+        now = replaced_by(self._applied)
         self._slices = {now[original]: how.slices for original, how in self._split.items()}
         self._model, self.data_group = model.root, model.data_group
-        _say_where_nodes_differ(self.plan, self._options.topology)
+        say_where_nodes_differ(self.plan, self._options.topology)
         return self._model
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Make ``step`` of optimizers over the module's parameters, old or new, follow the plan. A collective call."""
-        replaced, attach = self._replaced, [applied.attach for applied in self._applied]
+        replaced, attach = replaced_by(self._applied), [applied.attach for applied in self._applied]
         for optimizer in optimizers:
+            if self._stages is not None:
+                self._optimizers[optimizer] = StageOptimizer(optimizer, self._stages, attach)
+                continue
             self._optimizers[optimizer] = AttachedOptimizer(
                 optimizer, replaced=replaced, split=self._split, attach=attach
             )
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
-    def run_step(self, microbatches: Sequence[Any], loss_fn: LossFunction) -> Tensor:
+    def run_step(
+        self, microbatches: Sequence[Any], loss_fn: LossFunction, *, weights: Sequence[float] | None = None
+    ) -> Tensor:
         """Run forward and backward of all microbatches; gradients are those of the mean loss. Returns losses (n,).
 
-        `loss_fn` is called with the model and a microbatch. A collective call.
+        `loss_fn` is called with the model and a microbatch. `weights` of the losses, one for each microbatch, are those of the
+        mean unless given: the shares of samples where these differ, 1 each for losses that are sums. A collective call.
         """
         count = len(microbatches)
-        losses: dict[int, Tensor] = {}
-        for action in self._schedules.setdefault(count, single_stage_schedule(count)).actions[0]:
-            index = action.microbatch_index
-            with self.around_step(), nullcontext() if index == count - 1 else self.no_sync():
-                if action.kind == "forward":
-                    losses[index] = loss_fn(self._model, microbatches[index])
-                else:
-                    (losses[index] / count).backward()  # type: ignore[no-untyped-call]
-                    losses[index] = losses[index].detach()
-        return torch.stack([losses[index] for index in range(count)])
+        factors = [1 / count] * count if weights is None else list(weights)
+        if self._stages is not None:
+            return self._stages.run_step(microbatches, loss_fn, weights=factors)
+        return run_in_turn(microbatches, partial(loss_fn, self._model), factors, around=self._around_microbatch)
+
+    def evaluate(self, batch: Any, function: LossFunction) -> Any:
+        """Return what ``function(model, batch)`` returns without gradients; a collective call of the ranks of a pipeline, each
+        of which gets what the last stage returns. Call `sync_buffers` first, if steps of training came before.
+        """
+        if self._stages is not None:
+            return self._stages.evaluate(batch, function)
+        with torch.no_grad(), self.around_step():
+            return self.whole(function(self._model, batch))
+
+    def sync_buffers(self) -> None:
+        """Give all ranks the buffers that stages have changed, as the first data rank has them. A collective call."""
+        if self._stages is not None:
+            self._stages.sync_buffers()
 
     @contextmanager
     def around_step(self) -> Generator[None, None, None]:
@@ -185,6 +201,8 @@ class Engine:
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients to a common norm of at most `max_norm`; returns the norm before. A collective call."""
+        if self._stages is not None:
+            return self._stages.clip_norm(parameters, max_norm, norm_type=norm_type)
         return sharded_gradients.clip_norm_(parameters, max_norm, norm_type=norm_type, slices=self.slices_of)
 
     def slices_of(self, parameter: Tensor) -> int:
@@ -215,23 +233,18 @@ class Engine:
 
     def module_state(self, *, full: bool = True) -> State:
         """Return the module's state: whole on rank 0 (other ranks may return a part), or in shards. A collective call."""
+        if self._stages is not None:
+            return self._stages.module_state() if full else self._stages.own_module_state()
         self._reshard()
-        state = self.module.state_dict()
-        if not self.has_shards:
-            return state
-        split = self._split_names
-        if full:
-            return gather_module_state(state, split)
-        return {name: chunks_of(value, split.get(name)) for name, value in state.items()}
+        return module_state(self.module, self._split_names, full=full) if self.has_shards else self.module.state_dict()
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a whole state, each rank its part, or a stored one, of which each rank reads its part."""
+        if self._stages is not None:
+            return self._stages.load_module_state(state, strict=strict)
         self._reshard()
-        own = self.module.state_dict()
-        if isinstance(state, StoredModule):
-            state = state.read(like=own, split=self._split_names)
-        placed = place_module_state(state, own, self._split_names) if self.has_shards else state
-        self.module.load_state_dict(placed, strict=strict)
+        split = self._split_names if self.has_shards else None
+        load_module_state(self.module, state, split, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, full: bool = True) -> State:
         """Return the optimizer's state, also after `release`; as `module_state`. A collective call."""
@@ -270,6 +283,7 @@ class Engine:
         for applied in reversed(self._applied):
             applied.undo()
         self._applied, self._split, self._slices, self._model = [], {}, {}, self.module
+        self._stages = None
 
     def return_optimizer_state(self, optimizer: Optimizer) -> None:
         """Give an optimizer that is used again after `release` its whole state, on every rank. A collective call."""
@@ -282,14 +296,10 @@ class Engine:
             self.exchange.close()
             self.exchange = None
 
-    @property
-    def _replaced(self) -> dict[Tensor, Tensor]:
-        """The parameter that is now in the place of each original one."""
-        found: dict[Tensor, Tensor] = {}
-        for applied in self._applied:
-            later = dict(applied.replaced)
-            found = {original: later.pop(now, now) for original, now in found.items()} | later
-        return found
+    @contextmanager
+    def _around_microbatch(self, is_last: bool) -> Generator[None, None, None]:
+        with self.around_step(), nullcontext() if is_last else self.no_sync():
+            yield
 
     @property
     def _split_names(self) -> dict[str, SplitTensor]:
@@ -301,11 +311,3 @@ class Engine:
     def _reshard(self) -> None:
         for applied in self._applied:
             applied.reshard()
-
-
-def _say_where_nodes_differ(plan: ParallelPlan, topology: Topology | None) -> None:
-    if dist.get_rank() != 0 or len(plan.mesh.axes) == 1:
-        return
-    nodes = topology or Topology.from_environment(rank=0, world_size=dist.get_world_size())
-    if difference := layout_difference(plan.mesh, ranks_per_node=nodes.ranks_per_node):
-        warnings.warn(f"topt: {difference}", stacklevel=3)

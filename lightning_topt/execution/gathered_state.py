@@ -11,14 +11,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_topt.execution.sharded_checkpoint import StoredModule
+from lightning_topt.execution.tensor_chunks import chunks_of
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
+
+
+def module_state(module: nn.Module, split: Mapping[str, SplitTensor], *, full: bool) -> State:
+    """Return the state of a module with DTensors, or tensors that are `split`: whole on rank 0, or, not `full`, in shards."""
+    state = module.state_dict()
+    if full:
+        return gather_module_state(state, split)
+    return {name: chunks_of(value, split.get(name)) for name, value in state.items()}
+
+
+def load_module_state(
+    module: nn.Module, state: Mapping[str, Any], split: Mapping[str, SplitTensor] | None, *, strict: bool
+) -> None:
+    """Load a whole `state`, or a stored one, of which the part of this rank is read. `split` None: the module is whole."""
+    own = module.state_dict()
+    if isinstance(state, StoredModule):
+        state = state.read(like=own, split=split)
+    module.load_state_dict(state if split is None else place_module_state(state, own, split), strict=strict)
 
 
 @torch.no_grad()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
+import torch.distributed as dist
+
+from lightning_topt.communication.topology import Topology
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 
@@ -35,3 +40,12 @@ def layout_difference(mesh: Mesh, *, ranks_per_node: int) -> str | None:
                 "the plan runs as it is, and another may be faster here"
             )
     return None
+
+
+def say_where_nodes_differ(plan: ParallelPlan, topology: Topology | None) -> None:
+    """Warn on rank 0 where the nodes of this run are not those of the plan; `topology` None: from the environment."""
+    if dist.get_rank() != 0 or len(plan.mesh.axes) == 1:
+        return
+    nodes = topology or Topology.from_environment(rank=0, world_size=dist.get_world_size())
+    if difference := layout_difference(plan.mesh, ranks_per_node=nodes.ranks_per_node):
+        warnings.warn(f"topt: {difference}", stacklevel=3)

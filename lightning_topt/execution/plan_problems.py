@@ -31,8 +31,11 @@ def configs_of(plan: ParallelPlan) -> dict[str, OpConfig]:
 def model_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:
     """Yield why `plan` is none for `module`, or none that anything runs."""
     configs = configs_of(plan)
-    if len(plan.stages) > 1:
-        yield f"the plan has {len(plan.stages)} stages, and this release runs plans of one stage: make a plan without stages"
+    if plan.schedule is not None:
+        yield (
+            f"the plan has {len(plan.stages)} stages, and this release verifies plans of one stage: run it to see whether it "
+            "fits"
+        )
     name = type(module).__name__
     parameters = [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in module.named_parameters()]
     if plan.fingerprint is not None and plan.fingerprint != model_fingerprint(name, parameters):

@@ -86,9 +86,18 @@ def annotate(error: Exception, *, real: bool) -> None:
 
 def user_line(error: BaseException) -> str:
     """Return ``" file:line, in function: source"`` of the innermost frame outside libraries, with a line end; or ``""``."""
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def line_of_caller() -> str:
+    """Return the innermost line outside libraries that is running, as `user_line` does."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(found: traceback.StackSummary) -> str:
     frames = [
         frame
-        for frame in traceback.extract_tb(error.__traceback__)
+        for frame in found
         if not os.path.abspath(frame.filename).startswith((os.path.dirname(torch.__file__), HERE))
     ]
     own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(LIBRARIES)] or frames

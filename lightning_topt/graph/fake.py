@@ -33,11 +33,11 @@ def fake_copy(module: T, *, device: torch.device | str = "cpu") -> tuple[T, Fake
     Raises CaptureError, a ValueError, when `module` has lazy parameters that no forward has given a shape, or tensors
     that are not strided.
     """
-    mode = _Mode(allow_non_fake_inputs=True)
+    mode = ShapeMode(allow_non_fake_inputs=True)
     return copy_module(module, _Fakes(mode, torch.device(device)), fake=True), mode
 
 
-class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+class ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Knows the shapes of kernels that torch 2.13 refuses without memory, and runs: products of groups but in bfloat16."""
 
     def dispatch(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:

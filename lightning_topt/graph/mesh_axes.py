@@ -19,6 +19,7 @@ import numpy as np
 SCOPES = ("intra", "inter")  # inside a node, between nodes
 DATA_AXES = ("data", "data_replicate", "data_shard")  # the batch is split along these
 TENSOR_AXES = ("tensor", "tensor_rows", "tensor_columns", "tensor_tokens")  # operators are split along these
+PIPELINE_AXES = ("pipeline",)  # the stages of a model are spread along these
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,35 @@ class Mesh:
         return tuple(index for index, name in enumerate(self.names) if name in TENSOR_AXES)
 
     @cached_property
+    def pipeline_axes(self) -> tuple[int, ...]:
+        """Indices of the axes along which the stages of a model are spread: one, or none."""
+        return tuple(index for index, name in enumerate(self.names) if name in PIPELINE_AXES)
+
+    @cached_property
+    def pipeline_size(self) -> int:
+        """Number of ranks that run the stages of one model one after the other; 1 without a pipeline axis."""
+        return self.ranks_along(self.pipeline_axes)
+
+    @cached_property
     def data_parallel_size(self) -> int:
         """Into how many parts the global batch is split."""
         return math.prod(self.shape[index] for index in self.data_axes)
 
     def data_rank(self, rank: int) -> int:
         """Return which part of the global batch `rank` gets: its position along the data axes, row by row."""
+        return self._position(rank, self.data_axes)
+
+    def pipeline_rank(self, rank: int) -> int:
+        """Return the position of `rank` along the pipeline axis; 0 without one."""
+        return self._position(rank, self.pipeline_axes)
+
+    def pipeline_of(self, rank: int) -> list[int]:
+        """Return the ranks of the pipeline that `rank` is in, in order of their positions."""
+        return next(ranks for ranks in self.groups_along(self.pipeline_axes) if rank in ranks)
+
+    def _position(self, rank: int, axes: Sequence[int]) -> int:
         position = 0
-        for axis in self.data_axes:
+        for axis in axes:
             position = position * self.shape[axis] + rank // self.stride([axis]) % self.shape[axis]
         return position
 

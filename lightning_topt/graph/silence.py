@@ -34,7 +34,7 @@ def quiet_metric(module: nn.Module, *, forgive: bool) -> None:
 
     `forgive`: let it give zero from the first time on that it depends on values; gradients do not depend on metrics.
     """
-    if not _is_metric(module):
+    if not is_metric(module):
         return
     for name in ("validate_args", "sync_on_compute", "dist_sync_on_step"):
         if name in vars(module):
@@ -43,9 +43,15 @@ def quiet_metric(module: nn.Module, *, forgive: bool) -> None:
         _forgive(module)
 
 
-def _is_metric(module: nn.Module) -> bool:
+def runs_metrics(module: nn.Module) -> bool:
+    """Return whether `module` is a metric of torchmetrics or a collection of them."""
+    return is_metric(module, ("Metric", "MetricCollection"))
+
+
+def is_metric(module: nn.Module, names: tuple[str, ...] = ("Metric",)) -> bool:
+    """Return whether `module` is a metric of torchmetrics, or another of its classes in `names`."""
     bases = type(module).__mro__
-    return any(base.__name__ == "Metric" and base.__module__.startswith("torchmetrics") for base in bases)
+    return any(base.__name__ in names and base.__module__.startswith("torchmetrics") for base in bases)
 
 
 def _forgive(metric: nn.Module) -> None:

@@ -25,12 +25,18 @@ class TensorRef(NamedTuple):
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """All about a tensor that a stand-in returns but its elements."""
+    """All about a tensor that a stand-in returns but its elements. It is dense: no two elements share memory.
+
+    `same_as` is an earlier leaf of the same call that is this very tensor. `is_rewritten`: its memory is written to after the
+    call has returned it, so that what is sent must be a copy.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    same_as: int | None = None
+    is_rewritten: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -40,11 +46,24 @@ class LeafSpec:
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers that an operator draws: `op` is called again with `arguments`, in which `LeafSpec` stand for tensors."""
+    """Random numbers that an operator draws: `op` is called again with `arguments`, in which `LeafSpec` stand for tensors.
+
+    `problem` says why they cannot be drawn again without the tensors themselves; empty where they can.
+    """
 
     op: Any
     arguments: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Bond:
+    """A reason why calls `first` and `second` must run on one stage; `second` may be the number of calls, the end."""
+
+    first: int
+    second: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,7 @@ class UnitCall:
     `structure` and `leaves` are what it returned: leaves that are tensors as `LeafSpec`, all others as they are. `needs` are
     tensors of earlier calls. `reads` are the parameters that functional operators on the way to its arguments read. `draws` are
     the random numbers drawn inside of it, and `draws_before` those of functional operators between the last call and it.
+    `writes` are the buffers that it changes.
     """
 
     module: str
@@ -64,19 +84,40 @@ class UnitCall:
     reads: frozenset[str] = frozenset()
     draws: tuple[Draw, ...] = ()
     draws_before: tuple[Draw, ...] = ()
+    writes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class StepFlow:
     """The calls of a step in order, and what its end needs: the loss, what the step returns and what it logs.
 
-    `end_reads` and `end_draws` are parameters read and random numbers drawn by functional operators after the last call.
+    `end_reads` and `end_draws` are parameters read and random numbers drawn by functional operators after the last call,
+    `end_writes` buffers that functional operators change: the last stage has them right. `bonds` say which calls cannot be
+    on two stages. `metrics` are modules of torchmetrics, which the last stage alone runs. `reads_values`: Python code reads
+    values of the batch, so that the flow holds for this batch alone. `draws_on_host`: so does it draw from Python's or NumPy's
+    generators.
     """
 
     calls: tuple[UnitCall, ...]
     end_needs: frozenset[TensorRef]
     end_reads: frozenset[str] = frozenset()
     end_draws: tuple[Draw, ...] = ()
+    end_writes: frozenset[str] = frozenset()
+    bonds: tuple[Bond, ...] = ()
+    metrics: tuple[str, ...] = ()
+    reads_values: bool = False
+    draws_on_host: bool = False
+
+    def spec(self, ref: TensorRef) -> LeafSpec:
+        """Return all about the tensor `ref` but its elements."""
+        leaf = self.calls[ref.call].leaves[ref.leaf]
+        assert isinstance(leaf, LeafSpec), ref
+        return leaf
+
+    @property
+    def has_draws(self) -> bool:
+        """Whether random numbers are drawn anywhere in the step."""
+        return bool(self.end_draws) or any(call.draws or call.draws_before for call in self.calls)
 
     def crossings(self, stage_of_call: Sequence[int]) -> dict[TensorRef, tuple[int, ...]]:
         """Return the tensors that one stage makes and later ones need, with these stages in order.

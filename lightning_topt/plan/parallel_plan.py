@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from lightning_topt.costs.plain_values import (
     check_plain,
     dump_yaml,
     names,
-    number,
     one_line,
     parse_yaml,
     read_text,
@@ -24,8 +24,15 @@ from lightning_topt.costs.plain_values import (
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.gradient_exchange import check_exchange, describe_exchange, exchange_to_dict
+from lightning_topt.plan.plan_parts import (
+    BlockPlan,
+    PlanError,
+    Prediction,
+    StagePlan,
+    prediction_from_value,
+    stage_from_value,
+)
 from lightning_topt.plan.plan_values import (
-    config_from_dict,
     config_to_dict,
     exchange_from_value,
     mesh_from_list,
@@ -34,47 +41,7 @@ from lightning_topt.plan.plan_values import (
 from lightning_topt.plan.presets import Preset, describe_config
 
 VERSION = 2
-
-
-class PlanError(ValueError):
-    """A plan file that cannot be read, or a plan that does not belong to this model or these ranks."""
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """A `BlockPlan` says how one block runs: `block` is the name of a module, or ``""`` for everything outside the named
-    ones.
-    """
-
-    block: str
-    config: OpConfig
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """The part of a model that one group of ranks runs: its blocks, among them ``""`` for all that is outside the others.
-
-    Raises PlanError when a block appears twice or the block ``""`` is missing.
-    """
-
-    blocks: tuple[BlockPlan, ...]
-
-    def __post_init__(self) -> None:
-        names = [block.block for block in self.blocks]
-        if len(set(names)) != len(names):
-            raise PlanError("a block appears twice in the plan")
-        if "" not in names:
-            raise PlanError('the plan lacks the block "" (everything outside the named blocks)')
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A `Prediction` is what the cost model expects of one step on each rank: seconds and bytes."""
-
-    step_seconds: float
-    peak_bytes: float
-    compute_seconds: float
-    exposed_communication_seconds: float
+__all__ = ["BlockPlan", "ParallelPlan", "PlanError", "Prediction", "StagePlan", "preset_plan", "uniform_plan"]
 
 
 @dataclass(frozen=True)
@@ -83,13 +50,19 @@ class ParallelPlan:
 
     `model` and `fingerprint` say which model it was made for (`OpGraph.fingerprint`; None in a hand-written plan means
     "any model that has these modules"). `batch_size` is per rank. `gradient_exchange` is for gradients that are whole on
-    every rank; None: an all-reduce. `num_microbatches` is the number of batches that the ranks of a tensor group run together
-    in a step, one after the other: 1, a batch that all of them get, or as many as they are, the batch of each rank.
-    `predicted` and `reason` are for people.
+    every rank; None: an all-reduce. `predicted` and `reason` are for people.
+
+    `schedule` names the pipeline schedule of a plan with stages (`schedules`), None without. Stages are numbered along the
+    forward pass, as many on each rank along the axis "pipeline"; which of them a rank runs is the schedule's. A named block
+    stands in one stage; the block ``""`` may stand in several, which place it alike.
+
+    `num_microbatches`, with a schedule, is the number of parts that a rank's batch is cut into. Without one it is the number
+    of batches that the ranks of a tensor group run together in a step, one after the other: 1, a batch that all of them get,
+    or as many as they are, the batch of each rank.
 
     A plan says what is to run; whether a release can run it is asked of the techniques (`techniques.registry`).
     Raises PlanError when a placement does not have as many axes as the mesh, the gradient exchange is none that a plan can
-    fix, or the microbatches are neither one nor as many as the ranks of a tensor group.
+    fix, the block ``""`` is missing, stages, schedule and mesh do not belong together, or the microbatches cannot be.
     """
 
     mesh: Mesh
@@ -102,13 +75,18 @@ class ParallelPlan:
     reason: str = field(default="", compare=False)
     gradient_exchange: ExchangeOptions | None = None
     num_microbatches: int = 1
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise PlanError("a plan has at least one stage")
+        if "" not in self.configs:
+            raise PlanError('the plan lacks the block "" (everything outside the named blocks)')
         for block in {block.config: block for block in self.blocks}.values():
             self._check_axes(block)
-        if self.num_microbatches not in (1, ranks := self.mesh.ranks_along(self.mesh.tensor_axes)):
+        _check_stages(self)
+        ranks = self.mesh.ranks_along(self.mesh.tensor_axes)
+        if self.schedule is None and self.num_microbatches not in (1, ranks):
             raise PlanError(
                 f"num_microbatches is 1, or the ranks along tensor axes, {ranks}; got {self.num_microbatches}"
             )
@@ -133,8 +111,21 @@ class ParallelPlan:
 
     @property
     def blocks(self) -> tuple[BlockPlan, ...]:
-        """The blocks of all stages."""
-        return tuple(block for stage in self.stages for block in stage.blocks)
+        """The blocks of all stages, each once."""
+        return tuple(BlockPlan(name, config) for name, config in self.configs.items())
+
+    @cached_property
+    def configs(self) -> dict[str, OpConfig]:
+        """The configuration of each block."""
+        found: dict[str, OpConfig] = {}
+        for block in (block for stage in self.stages for block in stage.blocks):
+            found.setdefault(block.block, block.config)
+        return found
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages that each rank of a pipeline runs; 1 without a pipeline."""
+        return len(self.stages) // self.mesh.pipeline_size
 
     @property
     def data_parallel_size(self) -> int:
@@ -143,10 +134,12 @@ class ParallelPlan:
 
     @property
     def keeps_gradients_whole(self) -> bool:
-        """Whether every rank holds the whole gradient of every parameter after the backward pass, as under DDP."""
-        return not self.mesh.tensor_axes and not any(
-            block.config.storage.sharded_axes("gradients") for block in self.blocks
-        )
+        """Whether every rank holds the whole gradient of every parameter after the backward pass, as under DDP.
+
+        Under a plan with stages it holds those of its own stages alone.
+        """
+        cut = bool(self.mesh.tensor_axes or self.mesh.pipeline_axes)
+        return not cut and not any(config.storage.sharded_axes("gradients") for config in self.configs.values())
 
     @property
     def saves_memory(self) -> bool:
@@ -162,6 +155,8 @@ class ParallelPlan:
         blocks = ", ".join(f"{count} x {name}" for name, count in counts.items())
         if len(self.mesh.axes) > 1:
             blocks += f" on {' x '.join(f'{axis.name} {axis.size}' for axis in self.mesh.axes)}"
+        if self.schedule is not None:
+            blocks += f", {len(self.stages)} stages ({self.schedule})"
         if self.num_microbatches > 1:
             blocks += f", {self.num_microbatches} microbatches"
         if self.gradient_exchange is None:
@@ -171,7 +166,7 @@ class ParallelPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as written to YAML, `frontier.json`, `run.json` and checkpoints."""
         exchange, mesh = self.gradient_exchange, self.mesh
-        configs = {config: config_to_dict(config, mesh) for config in {block.config for block in self.blocks}}
+        configs = {config: config_to_dict(config, mesh) for config in set(self.configs.values())}
         return {
             "version": VERSION,
             "model": self.model,
@@ -182,6 +177,7 @@ class ParallelPlan:
             "predicted": dataclasses.asdict(self.predicted) if self.predicted else None,
             "reason": self.reason,
             **({} if exchange is None else {"gradient_exchange": exchange_to_dict(exchange)}),
+            **({} if self.schedule is None else {"schedule": self.schedule}),
             **({} if self.num_microbatches == 1 else {"num_microbatches": self.num_microbatches}),
             "stages": [
                 {"blocks": [{"block": b.block, **configs[b.config]} for b in stage.blocks]} for stage in self.stages
@@ -239,6 +235,35 @@ def preset_plan(
     return ParallelPlan.of_blocks((*named, BlockPlan("", OpConfig(storage))), mesh=mesh)
 
 
+def _check_stages(plan: ParallelPlan) -> None:
+    count, ranks = len(plan.stages), plan.mesh.pipeline_size
+    if plan.schedule is None and (count > 1 or plan.mesh.pipeline_axes):
+        raise PlanError(
+            f"a plan with stages ({count} stages on {ranks} ranks along the axis 'pipeline') needs a schedule such as "
+            "'schedule: 1f1b'"
+        )
+    if plan.schedule is not None and not plan.mesh.pipeline_axes:
+        raise PlanError(
+            f"the schedule {plan.schedule!r} needs an axis of the mesh for the stages: {{name: pipeline, size: {count}}}"
+        )
+    if count % ranks:
+        raise PlanError(
+            f"every rank of the pipeline runs equally many stages: {count} stages cannot be divided among {ranks} ranks"
+        )
+    if plan.schedule is not None and plan.num_microbatches < 1:
+        raise PlanError(f"num_microbatches is at least 1, got {plan.num_microbatches}")
+    if count > 1 and (empty := [s for s, stage in enumerate(plan.stages) if not any(b.block for b in stage.blocks)]):
+        raise PlanError(f'stages[{empty[0]}] names no block but "", so nothing says where it begins: name one')
+    stages: dict[str, int] = {}
+    for index, block in ((index, block) for index, stage in enumerate(plan.stages) for block in stage.blocks):
+        if stages.setdefault(block.block, index) != index and block.block:
+            raise PlanError(
+                f"block {shown(block.block)} is in the stages {stages[block.block]} and {index}: leave it in one"
+            )
+        if block.config != plan.configs[block.block]:
+            raise PlanError('the block "" stands in several stages, which must place it alike')
+
+
 def _read(data: Any) -> ParallelPlan:
     """A plan from plain values. Raises ValueError that names the wrong entry."""
     if not isinstance(data, Mapping):
@@ -260,12 +285,13 @@ def _read(data: Any) -> ParallelPlan:
         raise ValueError(f"stages must be a list, got {shown(data['stages'])}")
     return ParallelPlan(
         mesh=mesh,
-        stages=tuple(_stage(entry, mesh, f"stages[{index}]") for index, entry in enumerate(data["stages"])),
+        stages=tuple(stage_from_value(entry, mesh, f"stages[{index}]") for index, entry in enumerate(data["stages"])),
         fingerprint=None if data.get("fingerprint") is None else text(data["fingerprint"], name="fingerprint"),
         batch_size=None if data.get("batch_size") is None else whole(data["batch_size"], name="batch_size"),
-        predicted=None if data.get("predicted") is None else _prediction(data["predicted"]),
+        predicted=None if data.get("predicted") is None else prediction_from_value(data["predicted"]),
         gradient_exchange=exchange_from_value(data.get("gradient_exchange")),
         num_microbatches=whole(data.get("num_microbatches", 1), name="num_microbatches"),
+        schedule=None if data.get("schedule") is None else text(data["schedule"], name="schedule"),
         **texts,
     )
 
@@ -288,27 +314,3 @@ def _check_entries(data: Mapping[Any, Any], *, known: Collection[str], needed: S
         raise ValueError(f"unknown entries {names(unknown)}; known are {sorted(known)}")
     if missing := [name for name in needed if data.get(name) is None]:
         raise ValueError(f"the entry {missing[0]!r} is missing")
-
-
-def _stage(entry: Any, mesh: Mesh, where: str) -> StagePlan:
-    if not isinstance(entry, Mapping) or set(entry) != {"blocks"}:
-        raise ValueError(f"{where} must be a mapping with the entry 'blocks', got {shown(entry)}")
-    if not isinstance(entry["blocks"], list | tuple):
-        raise ValueError(f"blocks must be a list, got {shown(entry['blocks'])}")
-    return StagePlan(tuple(_block(block, mesh, index) for index, block in enumerate(entry["blocks"])))
-
-
-def _block(entry: Any, mesh: Mesh, index: int) -> BlockPlan:
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("block"), str):
-        raise ValueError(
-            f"blocks[{index}] must be a mapping with the name of a module under 'block', got {shown(entry)}"
-        )
-    rest = {name: value for name, value in entry.items() if name != "block"}
-    return BlockPlan(entry["block"], config_from_dict(rest, mesh, where=f"blocks[{index}] ({shown(entry['block'])})"))
-
-
-def _prediction(entry: Any) -> Prediction:
-    known = {field.name for field in dataclasses.fields(Prediction)}
-    if not isinstance(entry, Mapping) or set(entry) != known:
-        raise ValueError(f"predicted must be a mapping with the entries {sorted(known)}, got {shown(entry)}")
-    return Prediction(**{name: number(entry[name], name=f"predicted.{name}") for name in known})

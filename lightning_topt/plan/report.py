@@ -271,15 +271,15 @@ def _devices(count: int) -> str:
 def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The different blocks of all plans, each once; and the points, whose blocks are positions in that list.
 
-    The YAML of a plan is its `header` and the `yaml` of its blocks, one after the other.
+    The YAML of a plan is its `header` and the `yaml` of its blocks, one after the other, `stages` of them in each stage.
     """
     positions: dict[tuple[BlockPlan, tuple[str, ...]], int] = {}
     blocks: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []
     for point in points:
         fields, mesh = point.plan.to_dict(), point.plan.mesh
-        (stage,) = fields.pop("stages")
-        for block, values in zip(point.plan.blocks, stage["blocks"], strict=True):
+        stages, of_stages = fields.pop("stages"), [block for stage in point.plan.stages for block in stage.blocks]
+        for block, values in zip(of_stages, (each for stage in stages for each in stage["blocks"]), strict=True):
             if (block, mesh.names) not in positions:
                 positions[block, mesh.names] = len(blocks)
                 text = textwrap.indent(dump_yaml([values]), "  ")
@@ -289,8 +289,9 @@ def _embedded(points: Points) -> tuple[list[dict[str, Any]], list[dict[str, Any]
                 )
         entry: dict[str, Any] = {"x": point.peak_bytes, "y": point.step_seconds, "devices": point.devices}
         entry |= {"summary": point.plan.summary(), "numbers": _numbers(point)}
-        entry["header"] = dump_yaml(fields) + "stages:\n- blocks:\n"
-        entry["blocks"] = [positions[block, mesh.names] for block in point.plan.blocks]
+        entry["header"] = dump_yaml(fields) + "stages:\n"
+        entry["blocks"] = [positions[block, mesh.names] for block in of_stages]
+        entry["stages"] = [len(stage.blocks) for stage in point.plan.stages]
         entries.append(entry)
     return blocks, entries
 

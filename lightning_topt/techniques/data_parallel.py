@@ -36,6 +36,7 @@ from lightning_topt.techniques.technique import (
     Neighbours,
     ParallelModel,
     Technique,
+    has_known_axes,
     has_whole_gradients,
 )
 
@@ -50,10 +51,8 @@ class DataParallel(Technique):
 
     @override
     def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
-        known = len(mesh.data_axes) + len(mesh.tensor_axes) == len(mesh.axes)
-        return (
-            frozenset({"storage"}) if known and config.storage == Storage.zero(0, axes=len(mesh.axes)) else frozenset()
-        )
+        whole = config.storage == Storage.zero(0, axes=len(mesh.axes))
+        return frozenset({"storage"}) if whole and has_known_axes(mesh) else frozenset()
 
     # ---- what is legal ----------------------------------------------------------------------------------------------
 
@@ -88,7 +87,9 @@ class DataParallel(Technique):
 
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
-        """Wrap the module in DDP, unless it is."""
+        """Wrap the module in DDP, unless it is. With stages there is no DDP: their gradients are exchanged as stages end."""
+        if model.mesh.pipeline_axes:
+            return None
         whole = model.parameters_where(has_whole_gradients)
         sharded = model.parameters_where(lambda config: not has_whole_gradients(config))
         if not isinstance(model.root, DistributedDataParallel):

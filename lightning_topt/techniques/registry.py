@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_topt.communication.options import ExchangeOptions
-from lightning_topt.graph.mesh_axes import DATA_AXES, TENSOR_AXES, Mesh
+from lightning_topt.graph.mesh_axes import DATA_AXES, PIPELINE_AXES, TENSOR_AXES, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.data_parallel import DataParallel
 from lightning_topt.techniques.full_sharding import FullSharding
 from lightning_topt.techniques.gradient_compression import GradientCompression
 from lightning_topt.techniques.hybrid_sharding import HybridSharding
 from lightning_topt.techniques.optimizer_sharding import OptimizerSharding
+from lightning_topt.techniques.pipeline_stages import PipelineStages
 from lightning_topt.techniques.recomputation import Recomputation
 from lightning_topt.techniques.technique import Technique
 from lightning_topt.techniques.tensor_parallelism import TensorParallelism
 
+PIPELINE = PipelineStages()
 TECHNIQUES: tuple[Technique, ...] = (
     TensorParallelism(),  # all others see the pieces
+    PIPELINE,
     Recomputation(),
     DataParallel(),
     OptimizerSharding(),
@@ -41,12 +44,13 @@ def technique_of(config: OpConfig, mesh: Mesh) -> Technique:
 
 def check_runs(mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None = None) -> None:
     """Raise ValueError for what a plan of these blocks may say and no technique runs."""
-    known = {*mesh.data_axes, *mesh.tensor_axes}
+    known = {*mesh.data_axes, *mesh.tensor_axes, *mesh.pipeline_axes}
     if unknown := [axis.name for index, axis in enumerate(mesh.axes) if index not in known]:
         raise ValueError(
             f"the mesh has an axis {unknown[0]!r}, and nothing runs along it; axes are named {', '.join(DATA_AXES)}, "
-            f"{', '.join(TENSOR_AXES)}"
+            f"{', '.join(TENSOR_AXES)}, {', '.join(PIPELINE_AXES)}"
         )
+    PIPELINE.check(mesh, configs, exchange)  # says more of what it cannot do than that no technique does
     for block, config in configs.items():
         try:
             technique_of(config, mesh)

@@ -87,7 +87,7 @@ class ParallelModel:
         """The ranks among which the batch is split, with this one; None where these are all. Made by the first look, which is a
         collective call.
         """
-        if not self.mesh.tensor_axes:
+        if not self.mesh.tensor_axes and not self.mesh.pipeline_axes:
             return None
         return own_group(self.mesh.groups_along(self.mesh.data_axes))
 
@@ -148,6 +148,15 @@ class Applied:
     reshard: Callable[[], None] = lambda: None
     joined: Callable[[], AbstractContextManager[Any]] = nullcontext
     exchange: CompressedExchange | None = None
+
+
+def replaced_by(applied: Iterable[Applied]) -> dict[Tensor, Tensor]:
+    """Return the parameter that is now in the place of each original one, techniques in the order of their application."""
+    found: dict[Tensor, Tensor] = {}
+    for each in applied:
+        later = dict(each.replaced)
+        found = {original: later.pop(now, now) for original, now in found.items()} | later
+    return found
 
 
 @dataclass
@@ -253,5 +262,10 @@ def has_whole_gradients(config: OpConfig) -> bool:
 
 
 def has_data_axes(mesh: Mesh) -> bool:
-    """Return whether the batch is split along axes of `mesh`, and all others are tensor axes."""
-    return bool(mesh.data_axes) and len(mesh.data_axes) + len(mesh.tensor_axes) == len(mesh.axes)
+    """Return whether the batch is split along axes of `mesh`, and something runs along all others."""
+    return bool(mesh.data_axes) and has_known_axes(mesh)
+
+
+def has_known_axes(mesh: Mesh) -> bool:
+    """Return whether every axis of `mesh` is one of data, of tensors or of stages."""
+    return len(mesh.data_axes) + len(mesh.tensor_axes) + len(mesh.pipeline_axes) == len(mesh.axes)

@@ -31,7 +31,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard, Storage
 from lightning_topt.optim import LAMB
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, preset_plan, uniform_plan
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, preset_plan
 from lightning_topt.plan.presets import PRESETS
 from lightning_topt.techniques.block_parameters import parameters_by_block
 from lightning_topt.techniques.tensor_parallel.split_parameters import split_parameters
@@ -232,7 +232,12 @@ def small_cluster(memory="80GB", nodes=1):
 
 
 ZERO3 = OpConfig.zero(3)
-TWO_STAGES = uniform_plan(0, data_parallel_size=4)
+STAGES = tuple(StagePlan((BlockPlan(name, OpConfig.zero(0)),)) for name in ("blocks.0", "blocks.1"))
+TWO_STAGES = ParallelPlan(
+    Mesh((Axis("pipeline", 2),)),
+    (replace(STAGES[0], blocks=(*STAGES[0].blocks, BlockPlan("", OpConfig.zero(0)))), STAGES[1]),
+    schedule="1f1b",
+)
 BAD = {
     "of another model": (
         gpt,
@@ -256,9 +261,9 @@ BAD = {
     ),
     "two stages": (
         gpt,
-        replace(TWO_STAGES, stages=TWO_STAGES.stages * 2),
+        TWO_STAGES,
         {},
-        "2 stages, and this release runs plans of one",
+        "2 stages, and this release verifies plans of one",
     ),
     "no technique": (
         gpt,

@@ -295,3 +295,78 @@ def test_borders_sums_and_gathered_parameters_are_written_and_read() -> None:
         entry = {"block": "", "storage": "ddp", "computes": written}
         with pytest.raises(PlanError, match=words):
             ParallelPlan.from_dict({"version": 2, "mesh": mesh_to_list(mesh), "stages": [{"blocks": [entry]}]})
+
+
+# ---- stages ---------------------------------------------------------------------------------------------------------
+
+WITH_STAGES = """
+version: 2
+mesh:
+- {name: pipeline, size: 2, scope: inter}
+- {name: data, size: 2}
+schedule: 1f1b
+num_microbatches: 8
+stages:
+- blocks:
+  - {block: embed, storage: zero1}
+  - {block: blocks.0, storage: zero1, recompute: true}
+  - {block: "", storage: zero1}
+- blocks:
+  - {block: blocks.1, storage: zero1}
+  - {block: head, storage: ddp}
+"""
+
+
+def test_stages_by_hand() -> None:
+    plan = ParallelPlan.from_yaml(WITH_STAGES)
+    assert plan.schedule == "1f1b" and plan.num_microbatches == 8 and plan.stages_per_rank == 1
+    assert [[block.block for block in stage.blocks] for stage in plan.stages] == [
+        ["embed", "blocks.0", ""],
+        ["blocks.1", "head"],
+    ]
+    assert [*plan.configs] == ["embed", "blocks.0", "", "blocks.1", "head"]
+    assert plan.data_parallel_size == 2 and not plan.keeps_gradients_whole and plan.saves_memory
+    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
+    assert plan.summary() == (
+        "3 x ZeRO-1, 1 x ZeRO-1 + recompute, 1 x DDP on pipeline 2 x data 2, 2 stages (1f1b), 8 microbatches"
+    )
+
+
+def test_the_rest_may_stand_in_several_stages() -> None:
+    plan = ParallelPlan.from_yaml(WITH_STAGES.replace("block: head, storage: ddp", 'block: "", storage: zero1'))
+    assert [*plan.configs] == ["embed", "blocks.0", "", "blocks.1"] and len(plan.blocks) == 4
+    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan
+
+
+def test_positions_along_a_pipeline() -> None:
+    mesh = Mesh((Axis("pipeline", 2), Axis("data", 2), Axis("tensor", 2)))
+    assert mesh.pipeline_axes == (0,) and mesh.pipeline_size == 2 and mesh.data_parallel_size == 2
+    assert [mesh.pipeline_rank(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+    assert mesh.pipeline_of(3) == mesh.pipeline_of(7) == [3, 7]
+    assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    inner = Mesh((Axis("data", 2), Axis("pipeline", 3)))
+    assert inner.pipeline_of(4) == [3, 4, 5] and inner.pipeline_rank(4) == 1 and inner.data_rank(4) == 1
+    assert data_mesh(4).pipeline_size == 1 and data_mesh(4).pipeline_rank(3) == 0 and data_mesh(4).pipeline_of(3) == [3]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("schedule: 1f1b", ""), "needs a schedule such as 'schedule: 1f1b'"),
+        (("schedule: 1f1b", "schedule: 1"), "schedule must be"),
+        (("name: pipeline, size: 2", "name: data_replicate, size: 2"), "needs an axis of the mesh for the stages"),
+        (("name: pipeline, size: 2", "name: pipeline, size: 4"), "2 stages cannot be divided among 4 ranks"),
+        (("num_microbatches: 8", "num_microbatches: 0"), "num_microbatches"),
+        (('block: "", storage', "block: norm, storage"), "everything outside"),
+        (("block: head, storage: ddp", 'block: "", storage: ddp'), "must place it alike"),
+        (("block: head, storage: ddp", "block: embed, storage: zero1"), "'embed' is in the stages 0 and 1"),
+        (
+            ("{block: blocks.1, storage: zero1}\n  - {block: head, storage: ddp}", '{block: "", storage: zero1}'),
+            "stages.1.",
+        ),
+    ],
+)
+def test_wrong_stages_say_what_is_wrong(change: tuple[str, str], says: str) -> None:
+    assert change[0] in WITH_STAGES
+    with pytest.raises(PlanError, match=says):
+        ParallelPlan.from_yaml(WITH_STAGES.replace(*change))

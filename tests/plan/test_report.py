@@ -18,9 +18,10 @@ from rich.console import Console
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import PlanPoint, choose
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, Prediction, StagePlan
 from lightning_topt.plan.report import print_table, save_html, save_png
 
 GIB = 2.0**30
@@ -83,6 +84,14 @@ def page(tmp_path, points, chosen, **kwargs):
     parsed = Page(text)
     assert parsed.open == []
     return text, parsed
+
+
+def text_of(data, entry):
+    """The plan of a point as the page puts it together."""
+    blocks = [data["blocks"][index]["yaml"] for index in entry["blocks"]]
+    ends = list(itertools.accumulate(entry["stages"]))
+    stages = [blocks[end - count : end] for end, count in zip(ends, entry["stages"], strict=True)]
+    return entry["header"] + "".join("- blocks:\n" + "".join(stage) for stage in stages)
 
 
 def table_rows(points, chosen, **kwargs):
@@ -185,8 +194,8 @@ def test_page_holds_every_plan(tmp_path, count, devices):
     assert len(data["points"]) == count and data["exact"] is False and len(text) < 2_000_000
     plans = []
     for entry in data["points"]:
-        text = entry["header"] + "".join(data["blocks"][block]["yaml"] for block in entry["blocks"])
-        plans.append(PlanPoint(entry["y"], entry["x"], entry["devices"], ParallelPlan.from_yaml(text)))
+        plan = ParallelPlan.from_yaml(text_of(data, entry))
+        plans.append(PlanPoint(entry["y"], entry["x"], entry["devices"], plan))
     assert plans == sorted(points, key=lambda p: (p.devices, p.peak_bytes))
     assert plans[data["chosen"]] == chosen and data["reason"] == chosen.plan.reason != ""
     assert plans[data["chosen"]].plan.to_yaml() == chosen.plan.to_yaml()  # with its reason
@@ -251,5 +260,13 @@ def test_table_and_page_name_the_gradient_exchange(tmp_path, capsys):
     _, parsed = page(tmp_path, points, points[1])
     shown = parsed.data["points"][1]
     assert "top-k 0.1 % between nodes" in shown["summary"]
-    blocks = "".join(parsed.data["blocks"][i]["yaml"] for i in shown["blocks"])
-    assert ParallelPlan.from_yaml(shown["header"] + blocks) == points[1].plan
+    assert ParallelPlan.from_yaml(text_of(parsed.data, shown)) == points[1].plan
+
+
+def test_the_page_holds_plans_with_stages(tmp_path):
+    stages = (StagePlan((BlockPlan("a", OpConfig.zero(0)), BlockPlan("", OpConfig.zero(0)))),)
+    stages += (StagePlan((BlockPlan("b", OpConfig.zero(0)),)),)
+    plan = ParallelPlan(Mesh((Axis("pipeline", 2),)), stages, schedule="1f1b", num_microbatches=4)
+    points = [dataclasses.replace(point(1, 1), plan=plan), point(2, 0.5)]
+    _, parsed = page(tmp_path, points, points[0])
+    assert ParallelPlan.from_yaml(text_of(parsed.data, parsed.data["points"][1])) == plan

@@ -56,6 +56,8 @@ def test_no_placement_has_two_techniques_and_what_has_none_is_refused() -> None:
 
 PLAIN = OpConfig.zero(0)
 TENSOR = Mesh((Axis("data", 2), Axis("tensor", 2)))
+STAGES = Mesh((Axis("pipeline", 2), Axis("data", 2)))
+ZERO1 = OpConfig(PRESETS["zero1"].storage(STAGES))
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,10 @@ TENSOR = Mesh((Axis("data", 2), Axis("tensor", 2)))
             ExchangeOptions(method="bf16"),
             "a single rank along the data axes exchanges nothing",
         ),
+        (STAGES, {"": OpConfig(PRESETS["zero3"].storage(STAGES))}, None, "level 3, which does not go together with st"),
+        (STAGES, {"": ZERO1, "a": OpConfig(PRESETS["zero2"].storage(STAGES))}, None, "block 'a' has ZeRO level 2"),
+        (STAGES, {"": ZERO1}, ExchangeOptions(method="bf16"), "averages gradients of stages as they are"),
+        (Mesh((Axis("pipeline", 2), Axis("time", 2))), {"": OpConfig.zero(0, axes=2)}, None, "axis 'time'"),
     ],
 )
 def test_what_nothing_runs_is_refused(
@@ -95,6 +101,11 @@ def test_every_mix_of_presets_runs(mesh: str) -> None:
     check_runs(
         MESHES[mesh], {**every, "": every["ddp"].__class__(every["zero3"].storage)}, ExchangeOptions(method="bf16")
     )
+
+
+def test_stages_with_whole_gradients_run() -> None:
+    check_runs(STAGES, {"": ZERO1, "a": OpConfig.zero(0, recompute=True, axes=2)})
+    check_runs(Mesh((Axis("pipeline", 2),)), {"": PLAIN})
 
 
 # ---- blocks of a module ---------------------------------------------------------------------------------------------

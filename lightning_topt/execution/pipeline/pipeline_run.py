@@ -1,0 +1,263 @@
+"""`PipelineRun`: a plan with stages, on one rank. The engine applies it before all techniques, and steps through it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.execution.pipeline.foreign_parameters import place_parameters
+from lightning_topt.execution.pipeline.messages import Around, around_actions
+from lightning_topt.execution.pipeline.pipeline_groups import PipelineGroups
+from lightning_topt.execution.pipeline.runtime import run_actions
+from lightning_topt.execution.pipeline.shared_values import share_value
+from lightning_topt.execution.pipeline.stage_buffers import StageBuffers
+from lightning_topt.execution.pipeline.stage_gradients import StageExchanges
+from lightning_topt.execution.pipeline.stage_layout import StageLayout
+from lightning_topt.execution.pipeline.stage_norms import clip_norm_
+from lightning_topt.execution.pipeline.stage_peers import Peers
+from lightning_topt.execution.pipeline.step_flows import StageFlow, Step, StepFlows
+from lightning_topt.execution.sharded_checkpoint import StoredModule
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.schedules.forward_only import forward_schedule
+from lightning_topt.schedules.make_schedule import make_schedule
+from lightning_topt.schedules.schedule import Schedule
+from lightning_topt.techniques.tensor_parallel.random_states import draw_alike
+
+
+class Example(NamedTuple):
+    """A step of a run, ``step(module, microbatch)``, and a microbatch to try it on: from it follows what each stage needs."""
+
+    step: Step
+    microbatch: Any
+
+
+class PipelineRun:
+    """The stages of `plan` that this rank runs of `module`, on `device`. Making it is a collective call, as all methods are.
+
+    All ranks get the parameters and buffers of rank 0; each keeps the parameters that its stages need. Raises ValueError for a
+    schedule that does not exist or take these sizes, CaptureError (one as well) for a step that cannot be cut like this.
+    """
+
+    def __init__(self, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example) -> None:
+        self.plan, self.module, self.device = plan, module, device
+        self._schedules: dict[tuple[bool, int], Schedule] = {}
+        self._programs: dict[Hashable, tuple[Around, ...]] = {}
+        self.schedule = self._schedule(plan.num_microbatches, backward=True)
+        self.groups = PipelineGroups.of_mesh(plan.mesh)
+        draw_alike(self.groups.row)  # functional operators draw on every rank
+        names = [[block.block for block in stage.blocks if block.block] for stage in plan.stages]
+        self._flows = StepFlows(module, names, device=device)
+        (first,) = self._flows.of(example.step, [example.microbatch])
+        ranks = self.schedule.rank_of_stage
+        self.layout = StageLayout.of_flow(first.flow, first.stage_of_call, module, rank_of_stage=ranks)
+        pipelines = plan.mesh.groups_along(plan.mesh.pipeline_axes)
+        self._peers = Peers.of_pipelines(pipelines, self.schedule, rank=dist.get_rank(), device=device)
+        self._parameters = dict(module.named_parameters())
+        self.foreign = place_parameters(module, self.layout, self.groups, device=device)
+        self._exchanges = StageExchanges(self._parameters, self.layout, self.groups)
+        self._buffers = StageBuffers(module, self.layout, self.groups)
+        self._synchronizes, self._failed = True, False
+
+    @classmethod
+    def start(
+        cls, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example | None
+    ) -> PipelineRun:
+        """Return it, or raise PlanError for all that is wrong with the plan, and without an example."""
+        if example is None:
+            raise PlanError(
+                "a plan with stages needs an example of its steps: apply(example=Example(loss_fn, microbatch))"
+            )
+        try:
+            return cls(plan, module, device=device, example=example)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+
+    def kept_of(self, named: Mapping[str, Mapping[str, nn.Parameter]]) -> dict[str, dict[str, nn.Parameter]]:
+        """Return those of the parameters, by block and name, that this rank keeps."""
+        kept = self.own_parameters()
+        return {block: {name: p for name, p in of_block.items() if p in kept} for block, of_block in named.items()}
+
+    def own_parameters(self) -> frozenset[nn.Parameter]:
+        """Return the parameters that this rank keeps."""
+        return frozenset(p for name, p in self._parameters.items() if name not in self.foreign.names)
+
+    def owners(self) -> dict[Tensor, int]:
+        """Return the rank of the pipeline whose state of each parameter is saved."""
+        return {p: self.foreign.owners.get(name, 0) for name, p in self._parameters.items()}
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def run_step(
+        self, microbatches: Sequence[Any], step: Step, *, weights: Sequence[float] | None = None, kind: Hashable = None
+    ) -> Tensor:
+        """Run forward and backward of all microbatches; gradients are those of the losses' sum with `weights`.
+
+        `weights` are those of the mean unless given. Returns the losses (n,) without weights, on every rank.
+        """
+        count = len(microbatches)
+        factors = [1 / count] * count if weights is None else list(weights)
+        if len(factors) != count:
+            raise ValueError(f"weights are one for each of the {count} microbatches, got {len(factors)}")
+        flows = self._flows.of(step, microbatches, kind=kind)
+        self._buffers.begin_step(flows)
+        results = self._run(microbatches, step, flows, factors=factors)
+        if self._synchronizes:
+            self._exchanges.finish()
+        losses = torch.zeros(count, device=self.device)
+        for index, loss in results.items():
+            losses[index] = loss.detach()
+        self._from_last(losses)
+        return losses
+
+    def evaluate(self, batch: Any, step: Step, *, kind: Hashable = None) -> Any:
+        """Run ``step(module, batch)`` forward; what it returns on the last stage is returned on all ranks of the pipeline."""
+        return self.evaluate_all([batch], step, kind=kind)[0]
+
+    def evaluate_all(self, microbatches: Sequence[Any], step: Step, *, kind: Hashable = None) -> list[Any]:
+        """Do what `evaluate` does for several microbatches, one stage beside the others."""
+        with torch.no_grad():
+            flows = self._flows.of(step, microbatches, kind=kind)
+            results = self._run(microbatches, step, flows, factors=None)
+            last = self.layout.rank_of_stage[-1]
+            own = [results.get(index) for index in range(len(microbatches))]
+            shared: list[Any] = share_value(own, group=self.groups.row, source=last, device=self.device)
+            return shared
+
+    def _run(
+        self, microbatches: Sequence[Any], step: Step, flows: Sequence[StageFlow], *, factors: Sequence[float] | None
+    ) -> dict[int, Any]:
+        if self._failed:
+            raise RuntimeError("a step of this pipeline has failed, and its ranks are out of step: start the run again")
+        schedule = self._schedule(len(microbatches), backward=factors is not None)
+        program = self._program(schedule, flows)
+        passes = [flow.passes for flow in flows]
+        try:
+            return run_actions(
+                program,
+                passes,
+                self._peers,
+                [partial(step, self.module, microbatch) for microbatch in microbatches],
+                last_stage=schedule.num_stages - 1,
+                loss_of=None if factors is None else lambda index, result: _loss(result) * factors[index],
+                ended=self._exchanges.stage_ended if self._synchronizes and factors is not None else _nothing,
+            )
+        except BaseException:
+            self._failed = True
+            self._peers.forget()
+            for of_microbatch in passes:
+                of_microbatch.forget()
+            self._exchanges.forget()
+            raise
+
+    def _schedule(self, num_microbatches: int, *, backward: bool) -> Schedule:
+        if num_microbatches < 1:
+            raise ValueError("a step has at least one microbatch")
+        key = backward, num_microbatches
+        if key not in self._schedules:
+            if backward:
+                assert self.plan.schedule is not None
+                self._schedules[key] = make_schedule(
+                    self.plan.schedule,
+                    num_ranks=self.plan.mesh.pipeline_size,
+                    num_microbatches=num_microbatches,
+                    stages_per_rank=self.plan.stages_per_rank,
+                )
+            else:
+                self._schedules[key] = forward_schedule(self.schedule.rank_of_stage, num_microbatches)
+        return self._schedules[key]
+
+    def _program(self, schedule: Schedule, flows: Sequence[StageFlow]) -> tuple[Around, ...]:
+        key = (id(schedule), tuple(id(flow) for flow in flows))
+        if (known := self._programs.get(key)) is None:
+            known = around_actions(schedule, [flow.crossings for flow in flows], rank=self.groups.rank)
+            self._programs[key] = known
+        return known
+
+    def _from_last(self, values: Tensor) -> None:
+        """Give all ranks the `values` of the last stage's. Messages, since gloo takes longer to begin a collective call."""
+        row, source, own = self.groups.row, self.layout.rank_of_stage[-1], self.groups.rank
+        try:
+            if own == source:
+                others = (rank for rank in range(len(self.groups.pipeline)) if rank != own)
+                works = [row.send([values], rank, 0) for rank in others]
+            else:
+                works = [row.recv([values], source, 0)]
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {dist.get_rank()} exchanged the losses of the step with rank {self.groups.pipeline[source]}, which runs "
+                f"the last stage: a rank is gone, stopped or late ({error})"
+            ) from error
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Within it gradients are accumulated, and their exchange is left to a later step."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all stages to a common norm of at most `max_norm`; returns the norm before."""
+        return clip_norm_(
+            parameters,
+            max_norm,
+            norm_type=norm_type,
+            counted_elsewhere=self._exchanges.counted_elsewhere,
+            group=self.groups.row,
+            device=self.device,
+        )
+
+    def sync_buffers(self) -> None:
+        """Give all ranks the buffers that stages have changed."""
+        self._buffers.sync()
+
+    # ---- states -----------------------------------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, Any]:
+        """Return the whole module's state on rank 0, an empty one elsewhere."""
+        self._buffers.sync()
+        if self.groups.data_rank != 0:
+            return {}
+        with self.foreign.whole_on_first():
+            return self.module.state_dict() if self.groups.rank == 0 else {}
+
+    def own_module_state(self) -> dict[str, Any]:
+        """Return the part of the module's state that this rank keeps."""
+        self._buffers.sync()
+        foreign = {id(self._parameters[name]) for name in self.foreign.names}
+        named = self.module.named_parameters(remove_duplicate=False)
+        names = {name for name, parameter in named if id(parameter) in foreign}
+        return {name: value for name, value in self.module.state_dict().items() if name not in names}
+
+    def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load a whole state, or a stored one, each rank its part."""
+        state = state.read() if isinstance(state, StoredModule) else state
+        with self.foreign.skipped_by_loading():
+            self.module.load_state_dict(state, strict=strict)
+
+    def release(self) -> None:
+        """Let every rank have the whole module again."""
+        self._buffers.sync()
+        self.foreign.restore()
+
+
+def _loss(result: Any) -> Tensor:
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        raise ValueError(
+            f"a step under a plan with stages returns its loss, one number, for every microbatch; got {type(result).__name__}"
+        )
+    return result
+
+
+def _nothing(stage: int) -> None:
+    """Gradients stay where they are."""

@@ -1,0 +1,62 @@
+"""Random numbers of microbatches in the order in which one process would draw them, whatever the order of the passes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class RandomOrder:
+    """Puts the generators to where a microbatch begins, for every stage of a rank; one object serves all passes of a rank.
+
+    The first pass of each microbatch has to draw all of its random numbers, and these passes come in order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._starts: list[Any] = []
+        self._seen: set[tuple[int, int]] = set()
+
+    @contextmanager
+    def microbatch(self, microbatch_index: int, stage_index: int, *, on_host: bool = False) -> Iterator[None]:
+        """Run a pass of a microbatch; the same one again begins another step.
+
+        `on_host`: care for Python's and NumPy's generators too.
+        """
+        if (stage_index, microbatch_index) in self._seen:
+            self.begin_step()
+        self._seen.add((stage_index, microbatch_index))
+        assert microbatch_index <= len(self._starts), f"microbatch {microbatch_index} runs before those in front of it"
+        now = self._state(on_host)
+        if microbatch_index == len(self._starts):
+            self._starts.append(now)
+            yield
+            return
+        self._set(self._starts[microbatch_index])
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def begin_step(self) -> None:
+        """Forget the microbatches of the last step."""
+        self._starts.clear()
+        self._seen.clear()
+
+    def _state(self, on_host: bool) -> Any:
+        on_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        host = (random.getstate(), np.random.get_state()) if on_host else None
+        return torch.get_rng_state(), on_device, host
+
+    def _set(self, state: Any) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self._device)
+        if state[2] is not None:
+            random.setstate(state[2][0])
+            np.random.set_state(state[2][1])

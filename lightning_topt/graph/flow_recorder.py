@@ -1,0 +1,301 @@
+"""`FlowRecorder`: a dispatch mode that watches a step run on a copy, and notes what its calls of units need of one another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_topt.graph.draws import draw_of
+from lightning_topt.graph.errors import CaptureError, line_of_caller
+from lightning_topt.graph.kernels import is_view
+from lightning_topt.graph.provenance import Origin, Provenance
+from lightning_topt.graph.silence import runs_metrics
+from lightning_topt.graph.step_flow import Bond, Draw, LeafSpec, StepFlow, TensorRef, UnitCall
+from lightning_topt.graph.structures import CONTAINERS, tensors_in
+from lightning_topt.graph.writes import is_strided, written_tensors
+
+READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
+DEVICE_OF = torch.ops.prim.device.default
+BETWEEN = -1
+HOST = "Python's or NumPy's random numbers"
+UNSEEN = ("_parameters", "_modules", "_trainer", "_fabric")
+
+
+@dataclass(eq=False)
+class _Reader:
+    """A call of a unit, or the end of the step, and what it needs; `own` are identities of its parameters' origins."""
+
+    module: str = ""
+    index: int = BETWEEN
+    own: set[int] = field(default_factory=set)
+    needs: set[TensorRef] = field(default_factory=set)
+    reads: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+    draws: list[Draw] = field(default_factory=list)
+    draws_before: tuple[Draw, ...] = ()
+    structure: Any = None
+    leaves: list[Any] = field(default_factory=list)
+
+
+class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Enter it, run the step of `module`, leave it, call `finish` and take the `flow`.
+
+    Args:
+        module: a fake copy, whose calls of units are watched.
+        batch: the tensors of the batch, which are real.
+        units: paths of the named blocks.
+    """
+
+    def __init__(self, module: nn.Module, batch: Iterable[Tensor], *, units: Collection[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.metrics: list[str] = []
+        self.running: OpOverload | None = None
+        self.unit_name = ""
+        self._at = BETWEEN
+        self._origins = Provenance()
+        self._calls: list[_Reader] = []
+        self._end = _Reader()
+        self._bonds: dict[tuple[int, int], str] = {}
+        self._draws: list[Draw] = []
+        self._own: dict[str, set[int]] = {}
+        self._rewritten: set[TensorRef] = set()
+        self._value_read = ""
+        self._reads_values = False
+        self._host_state, self._draws_on_host = _host_draws(), False
+        self._begin(module, batch)
+        self._units = unit_modules(module, units)
+        for path, submodule in self._units:
+            vars(submodule)["_compiled_call_impl"] = partial(self._call, path, submodule)
+
+    def _begin(self, module: nn.Module, batch: Iterable[Tensor]) -> None:
+        for name, parameter in module.named_parameters():
+            self._origins.begin(parameter, Origin(parameter=name))
+        for name, buffer in module.named_buffers():
+            if is_strided(buffer):
+                self._origins.begin(buffer, Origin())
+                self._origins.memory(buffer).buffer = name
+        for tensor in batch:
+            if is_strided(tensor):
+                self._origins.begin(tensor, Origin(varies=True, is_batch=True))
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is DEVICE_OF:
+            return func(*args)
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if is_strided(tensor)]
+        if func is READS_A_VALUE and (value := self._value(inputs[0])) is not None:
+            return value
+        self.running = func
+        draw = draw_of(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.running = None
+        if self._at >= 0 and not is_view(func):  # autograd repeats views of an old base where a view is written to
+            self._consume(self._calls[self._at], inputs)
+        for tensor in written_tensors(func, args, kwargs):
+            self._write(tensor, inputs)
+        outputs = [tensor for tensor in tensors_in(result) if is_strided(tensor)]
+        self._origins.made(outputs, inputs, inside=self._at, varies=draw is not None)
+        if draw is not None:
+            (self._draws if self._at < 0 else self._calls[self._at].draws).append(draw)
+        return result
+
+    def _write(self, tensor: Tensor, inputs: list[Tensor]) -> None:
+        buffer = self._origins.memory(tensor).buffer
+        self._rewritten |= set(self._origins.written(tensor, inputs, inside=self._at))
+        if buffer is not None and self._at >= 0:
+            self._calls[self._at].writes.add(buffer)
+        elif buffer is not None:
+            self._end.writes.add(buffer)
+            self._consume(self._end, [tensor])
+
+    def _value(self, tensor: Tensor) -> Any:
+        """Return what a value reads as here; None to let it be read."""
+        if not isinstance(tensor, FakeTensor):
+            origin = self._origins.origin(tensor)
+            if not (origin.refs or origin.reads):
+                self._reads_values |= origin.is_batch
+                return None
+        if self._at >= 0:
+            return None
+        self._consume(self._end, [tensor])
+        self._value_read = self._value_read or line_of_caller()
+        return torch.zeros((), dtype=tensor.dtype).tolist()
+
+    # ---- calls of units ----------------------------------------------------------------------------------------------
+
+    def _call(self, path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._at >= 0 or self not in _active():
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self._value_read:
+            raise CaptureError(
+                f"the step reads the value of a tensor before its last block has run, and stages of a pipeline know only "
+                f"the shapes of what others compute.\n{self._value_read}Move this to the end of the step, or into a block, or "
+                "give a plan without a pipeline."
+            )
+        at = len(self._calls)
+        tensors = (t for t in (*module.parameters(), *module.buffers()) if is_strided(t))
+        own = {id(self._origins.origin(tensor)) for tensor in tensors}
+        call = _Reader(path, at, own)
+        self._note_host_draws()
+        call.draws_before, self._draws = tuple(self._draws), []
+        self._calls.append(call)
+        self._consume(call, tensors_in((args, kwargs)))
+        self._at, self.unit_name = at, path
+        result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._at, self.unit_name = BETWEEN, ""
+        if _host_draws() != self._host_state:
+            self._host_state = _host_draws()
+            call.draws.append(Draw(None, (), (), problem=HOST))
+        return self._returned(call, result)
+
+    def _returned(self, call: _Reader, result: Any) -> Any:
+        """Note what a call returned; return the same, with other objects for tensors that are older than the call."""
+        leaves, structure = tree_flatten(result)
+        specs: list[Any] = []
+        seen: dict[int, int] = {}
+        aliased = False
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                specs.append(leaf)
+                continue
+            specs.append(self._spec(call.module, leaf, seen.get(id(leaf))))
+            if seen.setdefault(id(leaf), number) != number:
+                leaves[number] = leaves[seen[id(leaf)]]
+                continue
+            memory = self._origins.memory(leaf)
+            ref = TensorRef(call.index, number)
+            origin = Origin({ref}, leaf=ref, varies=True)
+            if memory.made_in != call.index:
+                origin.alias_call = call.index
+                leaves[number], aliased = _other_object(leaf), True
+                seen[id(leaves[number])] = number
+            memory.is_returned = True
+            self._origins.begin(leaves[number], origin)
+        call.structure, call.leaves = structure, specs
+        return tree_unflatten(leaves, structure) if aliased else result
+
+    def _spec(self, unit: str, tensor: Tensor, same_as: int | None) -> LeafSpec:
+        if not is_strided(tensor):
+            raise CaptureError(
+                f"block {unit!r} returns a tensor with layout {tensor.layout}, which cannot pass from stage to stage; give a "
+                "plan without a pipeline, or a block that contains what reads it"
+            )
+        stride = tensor.stride()
+        if not torch._prims_common.is_non_overlapping_and_dense_or_false(tensor):
+            stride = torch.empty(tensor.shape, device="meta").stride()
+        return LeafSpec(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.requires_grad, same_as)
+
+    # ---- needs -------------------------------------------------------------------------------------------------------
+
+    def need_at_end(self, value: Any) -> None:
+        """Note that the end of the step needs the tensors in `value`."""
+        self._consume(self._end, tensors_in(value))
+
+    def _consume(self, reader: _Reader, tensors: Iterable[Tensor]) -> None:
+        joined, at = Origin(), reader.index
+        for tensor in tensors:
+            if not is_strided(tensor) or (at >= 0 and self._origins.memory(tensor).made_in == at):
+                continue
+            origin = self._origins.origin(tensor)
+            if id(origin) in reader.own:
+                joined.bonds.update(origin.bonds)
+            else:
+                self._origins.join(joined, [tensor], inside=at)
+        reader.needs |= joined.refs
+        reader.reads |= joined.reads
+        for call, reason in joined.bonds.items():
+            if call != at:
+                self._bonds.setdefault((call, at), reason)
+
+    def finish(self, result: Any, module: nn.Module) -> None:
+        """Note what the step returned, and left in attributes of modules that no unit contains; call it at the end."""
+        self.need_at_end(result)
+        units = {path for path, _ in self._units}
+        for path, submodule in module.named_modules():
+            left = [
+                value for name, value in vars(submodule).items() if name not in UNSEEN and isinstance(value, CONTAINERS)
+            ]
+            if path not in units:
+                self.need_at_end([t for t in tensors_in(left) if is_strided(t) and self._origins.knows(t)])
+        self._note_host_draws()
+
+    def _note_host_draws(self) -> None:
+        if _host_draws() == self._host_state:
+            return
+        self._host_state = _host_draws()
+        if self._calls:
+            self._draws.append(Draw(None, (), (), problem=HOST))
+        self._draws_on_host = True
+
+    def flow(self) -> StepFlow:
+        """Return the flow of the step."""
+        calls = tuple(map(self._unit_call, self._calls))
+        bonds = tuple(Bond(a, len(calls) if b < 0 else b, why) for (a, b), why in sorted(self._bonds.items()))
+        return StepFlow(
+            calls,
+            frozenset(self._end.needs),
+            end_reads=frozenset(self._end.reads),
+            end_draws=tuple(self._draws),
+            end_writes=frozenset(self._end.writes),
+            bonds=bonds,
+            metrics=tuple(self.metrics),
+            reads_values=self._reads_values,
+            draws_on_host=self._draws_on_host,
+        )
+
+    def _unit_call(self, call: _Reader) -> UnitCall:
+        leaves = (
+            replace(leaf, is_rewritten=True) if TensorRef(call.index, number) in self._rewritten else leaf
+            for number, leaf in enumerate(call.leaves)
+        )
+        return UnitCall(
+            call.module,
+            call.index,
+            call.structure,
+            tuple(leaves),
+            needs=frozenset(ref for ref in call.needs if ref.call != call.index),
+            reads=frozenset(call.reads),
+            draws=tuple(call.draws),
+            draws_before=call.draws_before,
+            writes=frozenset(call.writes),
+        )
+
+
+def unit_modules(module: nn.Module, units: Collection[str]) -> list[tuple[str, nn.Module]]:
+    """Return, with their paths, all modules whose calls may be calls of units: those that contain no named block."""
+    opened = {""}
+    for unit in units:
+        while unit := unit.rpartition(".")[0]:
+            opened.add(unit)
+    found: list[tuple[str, nn.Module]] = []
+    named = {id(module.get_submodule(unit)): unit for unit in units}
+    for path, submodule in module.named_modules():
+        if path not in opened and not runs_metrics(submodule):
+            found.append((named.get(id(submodule), path), submodule))
+    return found
+
+
+def _active() -> list[Any]:
+    return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+
+
+def _other_object(tensor: Tensor) -> Tensor:
+    return tensor[...]
+
+
+def _host_draws() -> Any:
+    state: Any = np.random.get_state()
+    return hash(random.getstate()), hash(state[1].tobytes()), state[2:]

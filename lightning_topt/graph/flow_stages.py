@@ -1,0 +1,112 @@
+"""A flow is cut into stages: which stage runs each call, which parameters it needs, what would cross."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from lightning_topt.graph.errors import CaptureError
+from lightning_topt.graph.step_flow import Draw, StepFlow
+
+
+def assign_calls(flow: StepFlow, stages: Sequence[Collection[str]]) -> tuple[int, ...]:
+    """Return the stage of each call: that of its block in `stages`, else that of the call before it, and 0 at the start.
+
+    Raises ValueError for stages without blocks and blocks in two stages; CaptureError, one as well, for a block that the step
+    does not call, calls that would go back to an earlier stage, and calls that must not be on two stages.
+    """
+    stage_of_block: dict[str, int] = {}
+    for stage, blocks in enumerate(stages):
+        if not blocks:
+            raise ValueError(f"stage {stage} of {len(stages)} has no blocks; take fewer stages, or move the cuts")
+        for block in blocks:
+            if block in stage_of_block:
+                raise ValueError(
+                    f"block {block!r} is in stages {stage_of_block[block]} and {stage}; it belongs to one of them"
+                )
+            stage_of_block[block] = stage
+    if missing := stage_of_block.keys() - {call.module for call in flow.calls}:
+        raise CaptureError(
+            f"the step does not call {', '.join(map(repr, sorted(missing)))} as modules, so no stage can begin there; "
+            "name blocks that the step calls, or give a plan without a pipeline"
+        )
+    assigned: list[int] = []
+    for call in flow.calls:
+        before = assigned[-1] if assigned else 0
+        stage = stage_of_block.get(call.module, before)
+        if stage < before:
+            raise CaptureError(
+                f"call {call.index} of the step, block {call.module!r} of stage {stage}, comes after a call of stage {before} "
+                f"({flow.calls[call.index - 1].module!r}); blocks have to be in stages in the order of their calls"
+            )
+        assigned.append(stage)
+    if len(stages) > 1:
+        _check_bonds(flow, assigned)
+        _check_draws(flow)
+    return tuple(assigned)
+
+
+def _check_bonds(flow: StepFlow, stage_of_call: Sequence[int]) -> None:
+    last = max(stage_of_call, default=0)
+    for bond in flow.bonds:
+        is_end = bond.second == len(flow.calls)
+        second = last if is_end else stage_of_call[bond.second]
+        if stage_of_call[bond.first] != second:
+            reader = "after the last block" if is_end else f"by block {flow.calls[bond.second].module!r}"
+            raise CaptureError(
+                f"no cut may lie between block {flow.calls[bond.first].module!r} (stage {stage_of_call[bond.first]}) and what "
+                f"follows it up to stage {second}: it {bond.reason} {reader}. Put both in one stage, or give a plan without a "
+                "pipeline"
+            )
+
+
+def _check_draws(flow: StepFlow) -> None:
+    def check(draws: Sequence[Draw], place: str) -> None:
+        for draw in draws:
+            if draw.problem:
+                raise CaptureError(
+                    f"{place} draws {draw.problem}, and stages that do not run it could not draw the same; give a plan without "
+                    "a pipeline"
+                )
+
+    for call in flow.calls:
+        check(call.draws_before, f"the step, before block {call.module!r},")
+        check(call.draws, f"block {call.module!r}")
+    check(flow.end_draws, "the step, after its last block,")
+
+
+def parameters_of_stage(
+    flow: StepFlow, stage_of_call: Sequence[int], module: nn.Module, *, num_stages: int | None = None
+) -> tuple[frozenset[str], ...]:
+    """Return for each stage the names of the parameters that it needs, in no order; a shared one has one name and many stages.
+
+    These are the parameters inside of its units, and those that functional operators read on the way to them. Parameters that
+    nothing reads belong to stage 0.
+    """
+    count = max(stage_of_call, default=0) + 1 if num_stages is None else num_stages
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    needed: list[set[str]] = [set() for _ in range(count)]
+    for call, stage in zip(flow.calls, stage_of_call, strict=True):
+        needed[stage] |= {names[id(parameter)] for parameter in module.get_submodule(call.module).parameters()}
+        needed[stage] |= call.reads
+    needed[max(stage_of_call, default=0)] |= flow.end_reads
+    needed[0] |= set(names.values()).difference(*needed)
+    return tuple(map(frozenset, needed))
+
+
+def cut_bytes(flow: StepFlow) -> tuple[int, ...]:
+    """Return for each call the bytes of tensors made up to it and needed after it: what a cut behind it would send.
+
+    They are those of this microbatch, in one direction; a tensor counts at every cut that it crosses. The last entry is what
+    the end needs.
+    """
+    last_reader: dict[object, int] = {}
+    for call in flow.calls:
+        last_reader |= dict.fromkeys(call.needs, call.index)
+    last_reader |= dict.fromkeys(flow.end_needs, len(flow.calls))
+    totals = [0] * len(flow.calls)
+    for ref, reader in last_reader.items():
+        for place in range(ref.call, reader):  # type: ignore[attr-defined]
+            totals[place] += flow.spec(ref).nbytes  # type: ignore[arg-type]
+    return tuple(totals)

@@ -1,0 +1,76 @@
+"""Pipeline stages: ranks along the axis "pipeline" run parts of the model one after the other, on many microbatches at once.
+
+What a stage is and when it runs is the plan's and its schedule's; the engine runs it (`execution.pipeline`). Here is what goes
+together with it: whole gradients (ZeRO levels 0 and 1), averaged once all microbatches have passed a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from typing_extensions import override
+
+from lightning_topt.communication.options import ExchangeOptions
+from lightning_topt.costs.lifetimes import Lifetime
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_graph import Block
+from lightning_topt.techniques.technique import Applied, BlockSeconds, Neighbours, ParallelModel, Technique
+
+
+class PipelineStages(Technique):
+    """The technique of plans with a pipeline axis. It places nothing itself: blocks are in stages, not in configurations."""
+
+    @property
+    @override
+    def name(self) -> str:
+        return "pipeline stages"
+
+    @override
+    def claims(self, config: OpConfig, mesh: Mesh) -> frozenset[str]:
+        return frozenset()
+
+    @override
+    def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
+        if not mesh.pipeline_axes:
+            return
+        if mesh.tensor_axes:
+            raise ValueError(
+                "the mesh has a pipeline axis and tensor axes, which this release does not run together: leave one of them out"
+            )
+        for block, config in configs.items():
+            if config.storage.level > 1:
+                raise ValueError(
+                    f"block {block!r} has ZeRO level {config.storage.level}, which does not go together with stages: its "
+                    "parameters or gradients would be exchanged for every microbatch. Choose level 0 or 1 (ddp, zero1)"
+                )
+        if exchange is not None:
+            raise ValueError(
+                "gradient_exchange: this release averages gradients of stages as they are; leave it out, or make a plan "
+                "without a pipeline axis"
+            )
+
+    # ---- what is legal, what it costs: those of stages are the search.s over stages -------------------------------------
+
+    @override
+    def configs(self, step: TrainingStep, block: Block, so_far: Sequence[OpConfig]) -> list[OpConfig]:
+        return []
+
+    @override
+    def takes_part(self, step: TrainingStep, config: OpConfig) -> bool:
+        return False
+
+    @override
+    def lifetimes(self, step: TrainingStep, block: str, config: OpConfig, beside: Neighbours) -> Iterator[Lifetime]:
+        return iter(())
+
+    @override
+    def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
+        """Nothing is added."""
+
+    # ---- how it is applied -------------------------------------------------------------------------------------------
+
+    @override
+    def apply(self, model: ParallelModel) -> Applied | None:
+        return None

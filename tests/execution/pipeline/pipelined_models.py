@@ -1,0 +1,204 @@
+"""Modules that a pipeline cuts: skips over cuts, tied weights, writes in place, operators between blocks, two inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Base(L.LightningModule):
+    """A batch is (rows, width), or whatever `batch` returns; `blocks` are where cuts may be."""
+
+    width = 8
+    blocks: tuple[str, ...] = ()
+
+    def batch(self, size: int) -> Any:
+        return torch.randn(size, self.width)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Layers(Base):
+    """nn.Sequential with in-place activations and views as layers of their own, dropout between."""
+
+    blocks = ("net.0", "net.3", "net.5", "net.8")
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = [nn.Linear(8, 8) for _ in range(4)]
+        self.net = nn.Sequential(
+            linear[0], nn.Dropout(0.3, inplace=True), nn.Unflatten(1, (2, 4)),
+            nn.Flatten(), nn.ReLU(inplace=True),
+            linear[1], nn.BatchNorm1d(8), nn.Hardtanh(inplace=True),
+            linear[2], nn.Identity(), linear[3],
+        )  # fmt: skip
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x
+        return self.relu(out)
+
+
+class ResNet(Base):
+    """As torchvision's: stem, groups of blocks, `relu` in place, pooled and flattened by functions."""
+
+    blocks = ("conv1", "layer1.0", "layer1.1", "layer2.0", "fc")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(2)
+        self.layer1, self.layer2 = nn.Sequential(Residual(4), Residual(4)), nn.Sequential(Residual(4))
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(4, 3)
+
+    def batch(self, size: int) -> Any:
+        return torch.randn(size, 1, 8, 8), torch.randint(0, 3, (size,))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(batch[0]))))
+        x = self.avgpool(self.layer2(self.layer1(x)))
+        logits = self.fc(torch.flatten(x, 1))
+        loss = F.cross_entropy(logits, batch[1])
+        self.log_dict({"loss": loss, "accuracy": (logits.argmax(-1) == batch[1]).float().mean()})
+        return {"loss": loss, "logits": logits.detach()}
+
+
+class UNet(Base):
+    """Skips from every level, over as many cuts as there are."""
+
+    blocks = ("down.0", "down.1", "middle", "up.0", "up.1")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)])
+        self.middle = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.up = nn.ModuleList([nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(8, 1, 3, padding=1)])
+
+    def batch(self, size: int) -> Any:
+        return torch.randn(size, 1, 8, 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x, skips = batch, []
+        for down in self.down:
+            x = F.relu(down(x))
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for up in self.up:
+            x = F.interpolate(x, scale_factor=2.0)
+            x = up(torch.cat([x, skips.pop()], 1))
+        loss = F.mse_loss(x, batch)
+        self.log("loss", loss)
+        return loss
+
+
+class Tied(Base):
+    """Tied embeddings by a function, a position table of the root, masks, a scale; operators that draw between blocks."""
+
+    blocks = ("embed", "layers.0", "layers.1", "norm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.positions, self.scale = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.ones(8))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(8)
+
+    def batch(self, size: int) -> Any:
+        return {"tokens": torch.randint(0, 16, (size, 6)), "lengths": torch.randint(3, 7, (size,))}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        padding = torch.arange(6)[None] >= batch["lengths"][:, None]
+        x = self.embed(batch["tokens"]) + F.dropout(self.positions, 0.2, self.training)
+        first = x
+        for layer in self.layers:
+            x = F.dropout(layer(x, src_key_padding_mask=padding), 0.1, self.training) * self.scale
+            x += 0.1 * first
+        logits = F.linear(self.norm(x), self.embed.weight)
+        loss = F.cross_entropy(logits.transpose(1, 2), batch["tokens"])
+        return loss + 0.01 * self.positions.square().sum()
+
+
+class Pair(nn.Module):
+    """Returns a dictionary of tensors, a mask, integers and plain values; one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        left, right = self.left(x), self.right(x).tanh()
+        both = torch.stack([left, right]).unbind(0)
+        return {
+            "parts": [*both, left], "same": left, "mask": left > 0, "order": left.argsort(-1), "name": "pair", "frozen": x.detach(),
+        }  # fmt: skip
+
+
+class Mixed(Base):
+    """Dictionaries over cuts, integer and boolean tensors, tensors without gradient, a module called three times."""
+
+    blocks = ("first", "second", "third", "head")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.head = Pair(), Pair(), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.often = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        one = self.first(self.often(batch))
+        assert one["name"] == "pair"
+        x = torch.where(one["mask"], one["parts"][0], one["same"] * 2)
+        two = self.second(self.often(x))
+        x = two["parts"][1] + two["parts"][2].gather(-1, one["order"]) + two["frozen"]
+        x = self.often(self.third(x)) + one["parts"][1] * two["mask"]
+        unused = self.third.weight.sum() * 0
+        return self.head(x).square().mean() + unused
+
+
+class Translator(Base):
+    """Encoder and decoder: what the encoder returns goes to every layer of the decoder."""
+
+    blocks = ("source", "encoder.0", "encoder.1", "target", "decoder.0", "decoder.1")
+
+    def __init__(self) -> None:
+        super().__init__()
+        settings = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "dropout": 0.1, "batch_first": True}
+        self.source, self.target = nn.Embedding(16, 8), nn.Embedding(16, 8)
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(**settings) for _ in range(2))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(**settings) for _ in range(2))
+
+    def batch(self, size: int) -> Any:
+        return torch.randint(0, 16, (size, 5)), torch.randint(0, 16, (size, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        memory = self.source(batch[0])
+        for layer in self.encoder:
+            memory = layer(memory)
+        x = self.target(batch[1])
+        mask = torch.triu(torch.full((4, 4), -torch.inf), 1)
+        for layer in self.decoder:
+            x = layer(x, memory, tgt_mask=mask)
+        return F.cross_entropy(F.linear(x, self.target.weight).transpose(1, 2), batch[1])
+
+
+MODELS = (Layers, ResNet, UNet, Tied, Mixed, Translator)

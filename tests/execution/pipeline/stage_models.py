@@ -1,0 +1,142 @@
+"""Models that are awkward to cut, and how they are trained in one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_topt.graph.mesh_axes import Axis, Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
+from lightning_topt.plan.presets import PRESETS
+
+
+class Plain(nn.Module):
+    """Embedding, six blocks, a head; a position table that a functional operator reads."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.positions = nn.Parameter(torch.randn(5, 8))
+        layers = [nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(dropout), nn.Linear(12, 8)) for _ in range(6)]
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(8, 11, bias=False)
+
+    def forward(self, tokens: Tensor, *, loss: bool = False) -> Tensor:
+        logits = self.head(self.run_blocks(self.embed(tokens) + self.positions))
+        return self.loss(logits, tokens) if loss else logits
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+class Tied(Plain):
+    """The head is the embedding, by a parameter that is shared, and once more by a functional operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+    def loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        again = F.linear(logits.softmax(-1), self.embed.weight.T)
+        return super().loss(logits, tokens) + again.square().mean()
+
+
+class Skips(Plain):
+    """What early blocks make is needed by late ones."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        kept = []
+        for block in self.blocks[:3]:
+            x = block(x)
+            kept.append(x)
+        for block in self.blocks[3:]:
+            x = block(x + kept.pop())
+        return x
+
+
+class Normed(Plain):
+    """Blocks with BatchNorm, whose buffers change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.insert(1, nn.BatchNorm1d(5))
+
+
+MODELS: dict[str, Callable[[], Plain]] = {
+    "plain": Plain,
+    "tied": Tied,
+    "skips": Skips,
+    "normed": Normed,
+    "dropout": lambda: Plain(dropout=0.5),
+}
+
+
+def make(name: str, *, seed: int = 0) -> Plain:
+    torch.manual_seed(seed)
+    return MODELS[name]()
+
+
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    return model(tokens, loss=True)
+
+
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
+    return model(tokens)
+
+
+def tokens(steps: int, batch: int = 8, *, seed: int = 3) -> Tensor:
+    return torch.randint(0, 11, (steps, batch, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def cut(stages: int) -> list[list[str]]:
+    """The blocks in as many stages, as equal as they can be."""
+    names = ["embed", *(f"blocks.{index}" for index in range(6)), "head"]
+    bounds = [round(index * len(names) / stages) for index in range(stages + 1)]
+    return [names[low:high] for low, high in itertools.pairwise(bounds)]
+
+
+def plan_of(
+    pipeline: int,
+    schedule: str,
+    *,
+    data: int = 1,
+    microbatches: int = 4,
+    stages: int | None = None,
+    storage: str = "ddp",
+    recompute: bool = False,
+    data_first: bool = False,
+) -> ParallelPlan:
+    axes = [Axis("pipeline", pipeline), *([Axis("data", data)] if data > 1 else [])]
+    mesh = Mesh(tuple(reversed(axes)) if data_first else tuple(axes))
+    placed = PRESETS[storage].storage(mesh)
+
+    def block(name: str) -> BlockPlan:
+        return BlockPlan(name, OpConfig(placed, recompute=recompute and name.startswith("blocks")))
+
+    named = [StagePlan(tuple(map(block, names))) for names in cut(stages or pipeline)]
+    named[0] = StagePlan((*named[0].blocks, block("")))
+    return ParallelPlan(mesh, tuple(named), schedule=schedule, num_microbatches=microbatches)
+
+
+@dataclass
+class Alone:
+    """What one process has after training: losses of microbatches, gradients of the last step, states."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+    optimizer_state: dict[str, Any]
+    norms: list[float]

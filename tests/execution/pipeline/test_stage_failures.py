@@ -1,0 +1,106 @@
+"""A stage that fails ends the step on every rank, and every other rank says which it was."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import re
+import signal
+import socket
+import time
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.communication.rank_watch import is_of_collective, watch_ranks
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.pipeline.pipeline_run import Example
+from tests.execution.pipeline.stage_models import loss_of, make, plan_of, tokens
+
+WORLD, LIMIT = 3, 4.0
+
+
+class Failing(nn.Module):
+    """Does `what` in its third pass."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.passes = what, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor and x.device.type == "cpu" and self.training:
+            self.passes += 1
+        if self.passes == 3 and self.what == "raises":
+            raise ValueError("a label is out of range")
+        if self.passes == 3 and self.what:
+            os.kill(os.getpid(), getattr(signal, self.what))
+        return x
+
+
+def run(rank: int, what: str, where: str, port: int, queue: Any) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    limit = timedelta(seconds=LIMIT)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD, timeout=limit)
+    model = make("plain")
+    model.get_submodule(where).add_module("failing", Failing(""))
+    watch = watch_ranks()
+    engine = Engine(plan_of(WORLD, "1f1b"), model, device=torch.device("cpu"))
+    engine.apply(example=Example(loss_of, tokens(1)[0][:2]))
+    assert watch is not None
+    model.get_submodule(f"{where}.failing").what = what
+    try:
+        engine.run_step(tokens(1)[0].split(2), loss_of)
+    except Exception as error:
+        first = str(error)
+        if is_of_collective(error):
+            queue.put((rank, type(error), first, str(watch.diagnose(error))))
+            time.sleep(20)  # the test ends it
+        watch.tell(error)
+        with pytest.raises(RuntimeError, match="out of step"):
+            engine.run_step(tokens(1)[0].split(2), loss_of)
+        queue.put((rank, type(error), first, ""))
+
+
+@pytest.mark.parametrize(
+    ("what", "where", "lost", "says"),
+    [
+        ("raises", "blocks.3", 1, "rank 1 ended with ValueError: a label is out of range"),
+        ("SIGKILL", "blocks.3", 1, "rank 1 did not answer .*has ended"),
+        ("SIGSTOP", "blocks.5", 2, "rank 2 did not answer .*is stopped"),
+    ],
+)
+def test_the_rank_that_fails_is_named_by_all_others(what: str, where: str, lost: int, says: str) -> None:
+    context = mp.get_context("fork")
+    queue = context.SimpleQueue()
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    ranks = [context.Process(target=run, args=(rank, what, where, port, queue)) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    try:
+        expected = range(WORLD) if what == "raises" else sorted({0, 1, 2} - {lost})
+        found = {}
+        for _ in expected:
+            assert queue._reader.poll(6 * LIMIT), "a rank still waits"  # type: ignore[attr-defined]
+            rank, *rest = queue.get()
+            found[rank] = rest
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert sorted(found) == list(expected)
+    for rank, (kind, first, diagnosed) in found.items():
+        if rank == lost:
+            assert kind is ValueError and first == "a label is out of range"
+            continue
+        assert kind is PeerLostError and f"rank {rank} " in first
+        assert "microbatch" in first or "losses" in first
+        assert re.match(says, diagnosed), diagnosed
+    assert any(f"rank {lost}" in first for rank, (_, first, _) in found.items() if rank != lost)

@@ -1,0 +1,179 @@
+"""States of a run with stages: whole or in a folder they go on under any other plan, and in one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.execution.sharded_checkpoint import REST, open_sharded, read_sharded_checkpoint, save_sharded
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, uniform_plan
+from tests.execution.pipeline.stage_models import logits_of, loss_of, make, plan_of, tokens
+from tests.launch import run_ranks
+
+CPU = torch.device("cpu")
+PLANS: dict[str, ParallelPlan] = {
+    "1f1b": plan_of(4, "1f1b"),
+    "zbv, data 2": plan_of(2, "zbv", stages=4, data=2, data_first=True),
+    "1f1b, data 2, zero1": plan_of(2, "1f1b", data=2, storage="zero1"),
+    "zero1": uniform_plan(1, data_parallel_size=4, blocks=["blocks.0"]),
+    "zero3": uniform_plan(3, data_parallel_size=4, blocks=["blocks.0", "blocks.1"]),
+}
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The first has parameters of the first stage alone, so that other ranks step it without any."""
+    first = [parameter for name, parameter in model.named_parameters() if name == "positions"]
+    rest = [parameter for name, parameter in model.named_parameters() if name != "positions"]
+    return [torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
+
+
+def started(plan: ParallelPlan) -> tuple[Engine, nn.Module, list[torch.optim.Optimizer]]:
+    model = make("tied")
+    engine = Engine(plan, model, device=CPU)
+    example = Example(loss_of, tokens(1)[0][:2]) if plan.schedule else None
+    engine.apply(example=example)
+    optimizers = optimizers_of(model)
+    engine.attach_optimizers(optimizers)
+    return engine, model, optimizers
+
+
+def step(engine: Engine, optimizers: list[torch.optim.Optimizer], batch: Tensor, rank: int) -> None:
+    part = batch.chunk(engine.plan.data_parallel_size)[engine.plan.mesh.data_rank(rank)]
+    engine.run_step(part.split(2), loss_of)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save_each(rank: int, folder: Path) -> Any:
+    saved, resumed, from_folder = {}, {}, {}
+    for name, plan in PLANS.items():
+        engine, _, optimizers = started(plan)
+        step(engine, optimizers, tokens(2)[0], rank)
+        own = engine.state_dict(full=False)
+        save_sharded(folder / name, module=own["module"], optimizers=own["optimizers"], rest={})
+        saved[name] = copy.deepcopy(engine.state_dict())
+        engine.release()
+        if plan.schedule:
+            again = engine.state_dict()
+            assert rank or str(again["optimizers"]) == str(saved[name]["optimizers"])
+            for optimizer in optimizers:
+                engine.return_optimizer_state(optimizer)
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                assert set(parameters) == set(optimizer.state), "a plain optimizer again"
+    (whole,) = [saved["1f1b"]] if rank == 0 else [None]
+    whole = shared(whole)
+    for name, plan in PLANS.items():
+        for found, state in ((resumed, whole), (from_folder, stored(folder / "1f1b, data 2, zero1"))):
+            engine, _, optimizers = started(plan)
+            engine.load(copy.deepcopy(state) if found is resumed else state)
+            step(engine, optimizers, tokens(2)[1], rank)
+            found[name] = copy.deepcopy(engine.state_dict())
+            engine.release()
+    return saved, resumed, from_folder
+
+
+def shared(value: Any) -> Any:
+    values = [value]
+    torch.distributed.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def stored(path: Path) -> Any:
+    read = open_sharded(path, torch.load(path / REST, weights_only=True))
+    return {"module": read["state_dict"], "optimizers": read["optimizer_states"]}
+
+
+def alone() -> tuple[Any, Any]:
+    """States after one and after two steps."""
+    model = make("tied")
+    optimizers, found = optimizers_of(model), []
+    for batch in tokens(2):
+        loss_of(model, batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        state = {"module": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+        found.append(copy.deepcopy(state))
+    return found[0], found[1]
+
+
+def close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(dict(actual["module"]), dict(expected["module"]), rtol=1e-4, atol=1e-5)
+    for one, other in zip(actual["optimizers"], expected["optimizers"], strict=True):
+        assert one["param_groups"] == other["param_groups"]
+        torch.testing.assert_close(one["state"], other["state"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stages")
+
+
+@pytest.fixture(scope="module")
+def states(folder: Path) -> Any:
+    return run_ranks(save_each, 4, folder)[0]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_states_go_on_under_any_plan(name: str, states: Any) -> None:
+    first, second = alone()
+    saved, resumed, from_folder = states
+    close(saved[name], first)
+    close(resumed[name], second)
+    close(from_folder[name], second)
+    model = make("tied", seed=1)
+    model.load_state_dict(saved[name]["module"])
+    for optimizer, of_optimizer in zip(optimizers_of(model), saved[name]["optimizers"], strict=True):
+        optimizer.load_state_dict(of_optimizer)
+
+
+@pytest.mark.parametrize("name", [name for name, plan in PLANS.items() if plan.schedule])
+def test_folders_are_plain_files_in_parts(name: str, states: Any, folder: Path) -> None:
+    read = read_sharded_checkpoint(folder / name)
+    close({"module": read["state_dict"], "optimizers": read["optimizer_states"]}, alone()[0])
+
+
+def mistakes(rank: int) -> list[str]:
+    said = []
+    engine, _, _ = started(plan_of(2, "1f1b"))
+    state = make("tied").state_dict()
+    for wrong in ({**state, "more": torch.ones(1)}, {k: v for k, v in state.items() if k != "head.weight"}):
+        with pytest.raises(RuntimeError) as error:
+            engine.load_module_state(wrong)
+        said.append(str(error.value))
+        engine.load_module_state(wrong, strict=False)
+    with pytest.raises(ValueError, match="weights are one for each") as wrong_weights:
+        engine.run_step(tokens(1)[0].split(2), loss_of, weights=[1.0])
+    said.append(str(wrong_weights.value))
+    results = engine.evaluate(tokens(1)[0], lambda model, batch: {"logits": logits_of(model, batch), "name": ["x", 3]})
+    assert results["logits"].shape == (8, 5, 11) and results["name"] == ["x", 3]
+    assert not results["logits"].requires_grad
+    for bad in (plan_of(2, "2f2b"), plan_of(2, "1f1b", stages=4), renamed(plan_of(2, "1f1b"))):
+        with pytest.raises(PlanError) as refused:
+            Engine(bad, make("tied"), device=CPU).apply(example=Example(loss_of, tokens(1)[0][:2]))
+        said.append(str(refused.value))
+    with pytest.raises(PlanError, match="needs an example"):
+        Engine(plan_of(2, "1f1b"), make("tied"), device=CPU).apply()
+    return said
+
+
+def renamed(plan: ParallelPlan) -> ParallelPlan:
+    return ParallelPlan.from_yaml(plan.to_yaml().replace("blocks.3", "blocks"))
+
+
+def test_what_is_wrong_is_said() -> None:
+    ranks = run_ranks(mistakes, 2)
+    assert ranks[0] == ranks[1]
+    unexpected, missing, weights, unknown, sizes, never_called = ranks[0]
+    assert "Unexpected key" in unexpected and "Missing key" in missing and "head.weight" in missing
+    assert weights == "weights are one for each of the 4 microbatches, got 1"
+    assert "2f2b" in unknown and "runs 1 stage on each rank, got 2" in sizes
+    assert "blocks" in never_called

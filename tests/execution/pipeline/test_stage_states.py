@@ -27,6 +27,8 @@ PLANS: dict[str, ParallelPlan] = {
     "zero3": uniform_plan(3, data_parallel_size=4, blocks=["blocks.0", "blocks.1"]),
 }
 
+FROM_FOLDER = ("zbv, data 2", "1f1b, tensor 2", "zero3")
+
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     """The first has parameters of the first stage alone, so that other ranks step it without any."""
@@ -73,6 +75,8 @@ def save_each(rank: int, folder: Path) -> Any:
     whole = shared(whole)
     for name, plan in PLANS.items():
         for found, state in ((resumed, whole), (from_folder, stored(folder / "1f1b, data 2, zero1"))):
+            if found is from_folder and name not in FROM_FOLDER:
+                continue
             engine, _, optimizers = started(plan)
             engine.load(copy.deepcopy(state) if found is resumed else state)
             step(engine, optimizers, tokens(2)[1], rank)
@@ -129,7 +133,8 @@ def test_states_go_on_under_any_plan(name: str, states: Any) -> None:
     saved, resumed, from_folder = states
     close(saved[name], first)
     close(resumed[name], second)
-    close(from_folder[name], second)
+    if name in FROM_FOLDER:
+        close(from_folder[name], second)
     model = make("tied", seed=1)
     model.load_state_dict(saved[name]["module"])
     for optimizer, of_optimizer in zip(optimizers_of(model), saved[name]["optimizers"], strict=True):

@@ -106,10 +106,10 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
             uniform += [point for space in spaces if space.own for point in points_of(space.uniform())]
             error_bound, found_spaces = max(error_bound, found.error_bound), found_spaces + len(spaces)
         if request.pipelines is not None and request.mesh is None and not request.own_batches:
-            staged, error = search_stages_for(
+            staged, plain, error = search_stages_for(
                 stage_blocks(request), count, request.pipelines, points, **_limits(request)
             )
-            points, found_spaces = points + staged, found_spaces + len(staged)
+            points, uniform, found_spaces = points + staged, uniform + plain, found_spaces + len(staged)
             error_bound = max(error_bound, min(error, NO_BOUND))
         if not found_spaces:
             raise PlanError(_why_none(replace(request, device_counts=(count,))))

@@ -212,11 +212,15 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
         legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in request.exchanges)
         exchanges = [*dict.fromkeys(itertools.chain.from_iterable(legal))]
         yield from spaces_of(step_on(request, first), rest, shards=request.shards, exchanges=exchanges)
-    elif not _tensor_sizes(request, count):
-        raise ValueError(
-            f"a global batch of {samples} samples cannot be divided evenly over {count} devices; choose a "
-            f"batch size that is a multiple of {count}, or other device counts"
-        )
+    elif not _tensor_sizes(request, count) and request.pipelines is None:
+        raise ValueError(_why_indivisible(samples, count))
+
+
+def _why_indivisible(samples: int, count: int) -> str:
+    return (
+        f"a global batch of {samples} samples cannot be divided evenly over {count} devices; choose a "
+        f"batch size that is a multiple of {count}, or other device counts"
+    )
 
 
 def _tensor_sizes(request: SearchRequest, count: int) -> list[int]:
@@ -304,6 +308,8 @@ def _sizes_of(request: SearchRequest, count: int) -> list[int]:
 
 def _why_none(request: SearchRequest) -> str:
     """All meshes of the request have a tensor axis, and no step on slices is known."""
+    if request.mesh is None and not _tensor_sizes(request, *request.device_counts):
+        return _why_indivisible(request.global_batch_size, *request.device_counts)
     found = why_unsplit(request, ())
     sizes, whys = " or ".join(map(str, found)), "; ".join(dict.fromkeys(found.values()))
     return (

@@ -215,3 +215,12 @@ def test_simpler_pipelines_are_preferred_where_others_gain_little(request_of_gpt
         fastest.plan.schedule != "1f1b" == chosen.plan.schedule
         and chosen.step_seconds <= 1.15 * fastest.step_seconds + 2e-3
     )
+
+
+def test_a_batch_that_no_data_axis_divides_may_have_a_pipeline(request_of_gpt: SearchRequest) -> None:
+    few = replace(request_of_gpt, global_batch_size=4)
+    found = search_plans(few)
+    assert found.points and {point.plan.mesh.shape for point in found.points} == {(4, 2)}
+    for nothing in (replace(few, pipelines=None), replace(few, global_batch_size=3)):
+        with pytest.raises(ValueError, match="cannot be divided evenly over 8 devices"):
+            search_plans(nothing)

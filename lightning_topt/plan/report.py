@@ -29,6 +29,8 @@ from lightning_topt.costs.plain_values import dump_yaml
 from lightning_topt.plan.choose import PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.presets import describe_config
+from lightning_topt.plan.schedule_report import schedule_svg
+from lightning_topt.schedules.schedule_simulation import Simulation
 
 Points = Sequence[PlanPoint]
 Units = tuple[tuple[str, float, tuple[int, ...]], ...]  # name, factor, marks of a logarithmic axis
@@ -48,6 +50,7 @@ _EDGE: dict[str, Any] = {"linestyle": "none", "markeredgecolor": "white"}
 _BOX = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": _LINE, "alpha": 0.94}
 _POINTER = {"arrowstyle": "-", "color": _INK, "linewidth": 0.9, "shrinkB": 9}
 _NOTE: dict[str, Any] = {"textcoords": "offset pixels", "color": _INK, "linespacing": 1.5, "bbox": _BOX, "zorder": 6}
+_SCHEDULE = '<section class="card schedule" aria-label="Schedule"><h3>Schedule of the chosen plan</h3>{}</section>'
 _NOTE |= {"fontsize": 10, "va": "bottom", "arrowprops": _POINTER}
 
 
@@ -115,11 +118,13 @@ def save_html(
     title: str = "",
     exact: bool = True,
     notes: Sequence[str] = (),
+    step: Simulation | None = None,
 ) -> None:
     """Write one page that loads nothing from elsewhere: the frontier, and the plan of the point clicked on.
 
     `memory_limit` is in bytes per device; `exact` says whether the search proves that the frontier is complete; `notes`
-    are lines on the chosen plan. Raises ValueError when `chosen` is not one of the points.
+    are lines on the chosen plan, and `step`, where that has stages, is drawn as its schedule.
+    Raises ValueError when `chosen` is not one of the points.
     """
     ordered, index = _ordered(points, chosen)
     blocks, entries = _embedded(ordered)
@@ -130,8 +135,9 @@ def save_html(
     # no "<" in the data: neither "</script>" nor "<!--" can end the element early
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     filled = {"title": html.escape(_title(title, chosen.plan)), "data": embedded}
+    filled["schedule"] = "" if step is None else _SCHEDULE.format(schedule_svg(step))
     template = (resources.files("lightning_topt.plan") / "report.html").read_text(encoding="utf-8")
-    page = re.sub(r"\{\{ (title|data) \}\}", lambda match: filled[match[1]], template)
+    page = re.sub(r"\{\{ (title|data|schedule) \}\}", lambda match: filled[match[1]], template)
     Path(path).write_text(page, encoding="utf-8")
 
 

@@ -41,7 +41,7 @@ def zero_bubble(*, num_ranks: int, num_microbatches: int, stages_per_rank: int =
     """Return ZB-H1 (Qi et al., arXiv 2401.10241, section 2.1): 1F1B's memory on rank 0, a third of its bubble.
 
     Rank r puts the gradients of parameters off by r microbatches; the bubble is (P - 1) (F + B - W) seconds where F, B, W
-    are those of forward, backward_input and backward_weight.
+    are those of forward, backward_input and backward_weight, and W <= B.
     """
     assert stages_per_rank == 1
     return _zero_bubble("zero_bubble", num_ranks, num_microbatches, stages_per_rank=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 from lightning_topt.basics.argument_checks import check_choice, check_whole
@@ -74,7 +75,13 @@ def make_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_pe
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
     if problem := rule.problem(**sizes):
         raise ValueError(problem)
-    return rule.build(**sizes)
+    return _built(name, **sizes)
+
+
+@lru_cache(maxsize=256)
+def _built(name: str, **sizes: int) -> Schedule:
+    """One object for equal schedules, which are compared at once."""
+    return SCHEDULES[name].build(**sizes)
 
 
 def _stages(count: int) -> str:

@@ -108,7 +108,7 @@ class _Changes:
             self._changes[rank] += [(start, nbytes), (end, -nbytes)]
 
     def curve(self, rank: int) -> MemoryCurve:
-        """The bytes of a rank. Changes of one instant keep their order: what ended makes room for what starts."""
+        """Return the bytes of a rank. Changes of one instant keep their order: what ended makes room for what starts."""
         changes = sorted(self._changes[rank], key=itemgetter(0))
         seconds = np.array([0.0, *(second for second, _ in changes)])
         return MemoryCurve(seconds, self._static[rank] + np.cumsum([0.0, *(change for _, change in changes)]))

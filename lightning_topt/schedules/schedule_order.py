@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
-from lightning_topt.schedules.schedule import Action, Schedule
+from lightning_topt.schedules.schedule import Action, Kind, Schedule
 
 
 class Done(NamedTuple):
@@ -38,21 +40,16 @@ class Edges:
             for stage in range(num_stages)
         )
 
-    def inputs(self, action: Action) -> list[Done]:
-        """Return the passes, on this rank and others, before which `action` cannot run."""
-        kind, stage, index = action.kind, action.stage_index, action.microbatch_index
-        if kind == "forward":
-            return [Done("forward", source, index) for source in self.sources[stage]]
-        if kind == "backward_weight":
-            return [Done("backward", stage, index)]
-        return [Done("forward", stage, index), *(Done("backward", reader, index) for reader in self.readers[stage])]
-
-
-def result_of(action: Action) -> Done | None:
-    """Return what others can wait for once `action` has run, None for the gradients of parameters."""
-    if action.kind == "backward_weight":
-        return None
-    return Done("forward" if action.kind == "forward" else "backward", action.stage_index, action.microbatch_index)
+    @cached_property
+    def inputs(self) -> dict[tuple[Kind, int], tuple[tuple[str, int], ...]]:
+        """Results (kind, stage) of the same microbatch before which a pass (kind, stage) cannot run."""
+        found: dict[tuple[Kind, int], tuple[tuple[str, int], ...]] = {}
+        for stage in range(len(self.sources)):
+            readers = (("forward", stage), *(("backward", reader) for reader in self.readers[stage]))
+            found["forward", stage] = tuple(("forward", source) for source in self.sources[stage])
+            found["backward", stage] = found["backward_input", stage] = readers
+            found["backward_weight", stage] = (("backward", stage),)
+        return found
 
 
 class Waiting(NamedTuple):
@@ -68,21 +65,25 @@ def run_order(schedule: Schedule, edges: Edges) -> tuple[list[tuple[int, Action]
     Sends do not block: a rank waits for what it receives alone.
     """
     order: list[tuple[int, Action]] = []
-    done: set[Done] = set()
+    done: set[tuple[str, int, int]] = set()  # plain tuples, which equal `Done`, are made faster
     positions = [0] * schedule.num_ranks
     waiting: dict[int, Waiting] = {}
-    ready = list(range(schedule.num_ranks))
+    waited_for: dict[tuple[str, int, int], list[int]] = {}
+    inputs, ready = edges.inputs, list(range(schedule.num_ranks))
     while ready:
         rank = ready.pop()
         waiting.pop(rank, None)
-        for action in schedule.actions[rank][positions[rank] :]:
-            missing = next((each for each in edges.inputs(action) if each not in done), None)
+        for action in islice(schedule.actions[rank], positions[rank], None):
+            kind, stage, index = action.kind, action.stage_index, action.microbatch_index
+            missing = next((each for each in inputs[kind, stage] if (*each, index) not in done), None)
             if missing is not None:
-                waiting[rank] = Waiting(action, missing)
+                waiting[rank] = Waiting(action, Done(*missing, index))
+                waited_for.setdefault(waiting[rank].missing, []).append(rank)
                 break
             positions[rank] += 1
             order.append((rank, action))
-            if (result := result_of(action)) is not None:
+            if kind != "backward_weight":
+                result = ("forward" if kind == "forward" else "backward", stage, index)
                 done.add(result)
-                ready += [other for other, wait in waiting.items() if wait.missing == result and other not in ready]
+                ready += waited_for.pop(result, ())
     return order, waiting

@@ -144,41 +144,47 @@ def walk_of(schedule: Schedule, edges: tuple[Edge, ...]) -> Walk:
     if waiting:
         check_schedule(schedule, needs=needs)
         raise AssertionError("the checker passes a schedule that hangs")
-    places = {edge: index for index, edge in enumerate(edges)}
-    transfers: dict[Transfer, int] = {}
+    crossing = _crossing(between, schedule.rank_of_stage, edges)
+    transfers: dict[tuple[int, int], int] = {}  # by place of the seconds, and microbatch
     links: dict[tuple[int, int], int] = {}
-    ranks, steps = schedule.rank_of_stage, []
+    steps = []
     for rank, action in order:
-        stage, index = action.stage_index, action.microbatch_index
-        incoming, outgoing = _crossing(action, between)
-        received = [
-            (transfers[Transfer(edge, back, index)], places[edge] + back * len(edges))
-            for other, edge, back in incoming
-            if ranks[other] != rank
-        ]
-        sent = []
-        for other, edge, back in outgoing:
-            if ranks[other] != rank:
-                number = transfers.setdefault(Transfer(edge, back, index), len(transfers))
-                link = links.setdefault((rank, ranks[other]), len(links))
-                sent.append((number, link, places[edge] + back * len(edges)))
-        cost = _KINDS.index(action.kind) * schedule.num_stages + stage
-        steps.append(Step(rank, cost, tuple(received), tuple(sent)))
-    kinds = frozenset(action.kind for _, action in order)
-    return Walk(tuple(steps), tuple(order), tuple(transfers), len(links), kinds)
+        kind, stage, index = action.kind, action.stage_index, action.microbatch_index
+        incoming, outgoing = crossing.get((kind, stage), ((), ()))
+        received = tuple([(transfers[place, index], place) for _, place in incoming])
+        sent = tuple(
+            [
+                (
+                    transfers.setdefault((place, index), len(transfers)),
+                    links.setdefault((rank, other), len(links)),
+                    place,
+                )
+                for other, place in outgoing
+            ]
+        )
+        steps.append(Step(rank, _KINDS.index(kind) * schedule.num_stages + stage, received, sent))
+    moved = tuple(Transfer(edges[place % len(edges)], place >= len(edges), index) for place, index in transfers)
+    return Walk(tuple(steps), tuple(order), moved, len(links), frozenset(action.kind for _, action in order))
 
 
-_Crossing = list[tuple[int, Edge, bool]]  # the other stage, the edge, whether a gradient
+_Ends = tuple[
+    tuple[int, int], ...
+]  # the other rank, and the place of the transfer's seconds: gradients after all edges
 
 
-def _crossing(action: Action, edges: Edges) -> tuple[_Crossing, _Crossing]:
-    """What a pass receives, and what it sends."""
-    stage = action.stage_index
-    if action.kind == "backward_weight":
-        return [], []
-    before: _Crossing = [(source, (source, stage), action.kind != "forward") for source in edges.sources[stage]]
-    behind: _Crossing = [(reader, (stage, reader), action.kind != "forward") for reader in edges.readers[stage]]
-    return (before, behind) if action.kind == "forward" else (behind, before)
+def _crossing(
+    between: Edges, ranks: Sequence[int], edges: tuple[Edge, ...]
+) -> dict[tuple[Kind, int], tuple[_Ends, _Ends]]:
+    """Return for each pass (kind, stage) its receives from other ranks and its sends to them."""
+    places = {edge: place for place, edge in enumerate(edges)}
+    found: dict[tuple[Kind, int], tuple[_Ends, _Ends]] = {}
+    for stage, rank in enumerate(ranks):
+        before = [(ranks[each], places[each, stage]) for each in between.sources[stage] if ranks[each] != rank]
+        behind = [(ranks[each], places[stage, each]) for each in between.readers[stage] if ranks[each] != rank]
+        found["forward", stage] = tuple(before), tuple(behind)
+        back = tuple([tuple((other, place + len(edges)) for other, place in ends) for ends in (behind, before)])
+        found["backward", stage] = found["backward_input", stage] = back[0], back[1]
+    return found
 
 
 def _places(schedule: Schedule, walk: Walk, rows: Sequence[Any]) -> list[Any]:

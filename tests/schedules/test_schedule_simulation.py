@@ -140,6 +140,17 @@ def test_bubbles_of_the_papers(ranks: int) -> None:
         assert found.bubble_fraction == pytest.approx(bubble / (3 * parts + bubble))
 
 
+def test_bubbles_of_zero_bubble_schedules_whose_passes_differ() -> None:
+    """(P - 1) (F + B - W) over the stages per rank, for passes F, B, W with W <= B, but not beyond."""
+    for name, stages_per_rank in (("zero_bubble", 1), ("interleaved_zero_bubble", 2), ("interleaved_zero_bubble", 3)):
+        schedule = make_schedule(name, num_ranks=4, num_microbatches=16, stages_per_rank=stages_per_rank)
+        for half, weight in ((1.0, 1.0), (1.2, 0.8), (1.5, 1.0), (0.8, 1.2)):
+            passes = [[each / stages_per_rank] * schedule.num_stages for each in (1.0, half + weight, half, weight)]
+            lost = step_seconds(schedule, StageCosts(*passes)) - 16 * (1.0 + half + weight)
+            formula = 3 * (1.0 + half - weight) / stages_per_rank
+            assert lost == pytest.approx(formula) if weight <= half else lost > formula + 0.1
+
+
 def test_closed_forms_of_unequal_stages() -> None:
     draw = random.Random(11)
     for _ in range(300):

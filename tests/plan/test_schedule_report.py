@@ -1,0 +1,77 @@
+"""A simulated step for people: rows that add up, a picture, and a drawing that is well formed and has every pass."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lightning_topt.plan.report import save_html
+from lightning_topt.plan.schedule_report import print_schedule, rank_rows, save_schedule_png, schedule_svg
+from lightning_topt.schedules.make_schedule import make_schedule
+from lightning_topt.schedules.schedule_simulation import Simulation, simulate
+from lightning_topt.schedules.stage_costs import StageCosts
+from tests.plan.test_report import frontier
+
+
+def simulated(name: str, *, num_ranks: int = 4, num_microbatches: int = 8, **more: object) -> Simulation:
+    schedule = make_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    count = schedule.num_stages
+    row = [1.0] * count
+    sizes: dict[str, object] = {"static_bytes": [4.0 * 2**20] * count, "activation_bytes": [2.0**20] * count}
+    costs = StageCosts(row, [2.0] * count, row, row, **(sizes | more))  # type: ignore[arg-type]
+    return simulate(schedule, costs)
+
+
+def test_rows_add_up_to_the_step() -> None:
+    for name in ("1f1b", "zero_bubble", "zbv", "interleaved"):
+        step = simulated(name)
+        for row in rank_rows(step):
+            times = (row.lead_seconds, row.busy_seconds, row.waiting_seconds, row.tail_seconds)
+            assert sum(times) == pytest.approx(step.step_seconds) and min(times) >= -1e-9
+    rows = rank_rows(simulated("1f1b"))
+    assert rows[3][:6] == (3, (3,), 3.0, 24.0, 0.0, 6.0)
+    assert rows[0][:6] == (0, (0,), 0.0, 24.0, 9.0, 0.0)
+    assert [row.peak_bytes / 2**20 for row in rows] == [8.0, 7.0, 6.0, 5.0]
+
+
+def test_the_table_has_a_line_for_each_rank() -> None:
+    console = Console(width=160, record=True, file=open("/dev/null", "w"), color_system=None)  # noqa: SIM115
+    print_schedule(simulated("zbv"), console=console)
+    text = console.export_text()
+    assert "8 stages on 4 ranks, 8 microbatches" in text and "0, 7" in text and "3, 4" in text
+
+
+def test_the_drawing_is_well_formed_and_has_every_pass() -> None:
+    for name in ("gpipe", "zero_bubble"):
+        step = simulated(name)
+        root = ElementTree.fromstring(f"<div>{schedule_svg(step)}</div>")
+        passes = [path.get("d", "") for path in root.iter("path") if path.get("fill-opacity") is None]
+        assert sum(path.count("M") for path in passes) == len(step.spans)
+        numbers = [text.text for text in root.iter("text") if (text.get("style") or "") == "fill: #fff"]
+        assert set(numbers) <= {str(i) for i in range(8)} and numbers
+        assert "gradients of parameters" in "".join(root.itertext()) or name == "gpipe"
+    inside = re.findall(r"M([\d.]+),[\d.]+h([\d.]+)v20", schedule_svg(simulated("zbv")))
+    assert inside and all(float(x) >= 70 and float(x) + float(width) <= 640.01 for x, width in inside)
+
+
+def test_large_schedules_make_no_large_page() -> None:
+    assert len(schedule_svg(simulated("1f1b", num_ranks=16, num_microbatches=128))) < 400_000
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_the_picture_is_one(name: str, tmp_path: Path) -> None:
+    save_schedule_png(tmp_path / "step.png", simulated(name))
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_page_shows_the_schedule_of_the_chosen_plan(tmp_path: Path) -> None:
+    points = frontier(3)
+    save_html(tmp_path / "with.html", points, points[0], step=simulated("1f1b"))
+    save_html(tmp_path / "without.html", points, points[0])
+    with_step, without = ((tmp_path / f"{name}.html").read_text() for name in ("with", "without"))
+    assert 'aria-label="Schedule"' in with_step and "Schedule 1f1b: 4 stages on 4 ranks" in with_step
+    assert 'aria-label="Schedule"' not in without and "{{ " not in with_step + without

@@ -104,7 +104,7 @@ class Engine:
             root=self.module if wrapped is None else wrapped,
             exchange=self.plan.gradient_exchange,
             options=self._options,
-            num_microbatches=self.plan.num_microbatches,
+            num_microbatches=1 if self._stages is not None else self.plan.num_microbatches,
         )
         for technique in TECHNIQUES:
             if (applied := technique.apply(model)) is not None:
@@ -114,6 +114,15 @@ class Engine:
         now = replaced_by(self._applied)
         self._slices = {now[original]: how.slices for original, how in self._split.items()}
         self._model, self.data_group = model.root, model.data_group
+        if self._stages is not None:
+            names = lambda: self._split_names  # noqa: E731
+            self._stages.follow(
+                self.slices_of,
+                around=self.around_step if self._split else nullcontext,
+                joined=self.joined,
+                whole=self.whole,
+                split=names,
+            )
         say_where_nodes_differ(self.plan, self._options.topology)
         return self._model
 
@@ -122,7 +131,9 @@ class Engine:
         replaced, attach = replaced_by(self._applied), [applied.attach for applied in self._applied]
         for optimizer in optimizers:
             if self._stages is not None:
-                self._optimizers[optimizer] = StageOptimizer(optimizer, self._stages, attach)
+                self._optimizers[optimizer] = StageOptimizer(
+                    optimizer, self._stages, replaced=replaced, split=self._split, attach=attach
+                )
                 continue
             self._optimizers[optimizer] = AttachedOptimizer(
                 optimizer, replaced=replaced, split=self._split, attach=attach

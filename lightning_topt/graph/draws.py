@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lightning_topt.graph.step_flow import Draw, LeafSpec
 
 SEEDED = torch.Tag.nondeterministic_seeded
 # How many numbers these draw depends on the values of their tensors.
-BY_VALUE = {"poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "multinomial"}
+BY_VALUE = {"rrelu_with_noise", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "multinomial"}
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -31,8 +31,10 @@ def draw_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return Draw(func, tuple(map(_spec, args)), tuple((key, _spec(value)) for key, value in kwargs.items()))
 
 
-def draw_again(draws: Iterable[Draw], device: torch.device) -> None:
+def draw_again(draws: Sequence[Draw], device: torch.device) -> None:
     """Draw the same numbers on `device` and throw them away: the generator is then as after the operators themselves."""
+    if not draws:
+        return
     with torch.no_grad():
         for draw in draws:
             assert not draw.problem, draw.problem

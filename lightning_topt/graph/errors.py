@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -11,12 +12,16 @@ from contextlib import suppress
 
 import torch
 from torch._subclasses import fake_tensor
+from torch.utils import checkpoint
 
 WAY_OUT = 'Give an explicit plan, which needs no capture: AutoParallelStrategy(plan="ddp").'
 
 HERE = os.path.dirname(__file__)
+PASSES = os.path.join(os.path.dirname(HERE), "execution", "pipeline")
 LIBRARIES = tuple(
-    os.path.join(folder, "") for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), HERE} if folder
+    os.path.join(folder, "")
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), HERE, PASSES}
+    if folder
 )
 FAKE_ERRORS = (
     fake_tensor.DataDependentOutputException,
@@ -94,11 +99,23 @@ def line_of_caller() -> str:
     return _innermost(traceback.extract_stack())
 
 
+def check_no_reentrant_checkpoint(unit: str) -> None:
+    """Raise CaptureError where the caller runs inside of a reentrant ``torch.utils.checkpoint``, which hides the graph."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
+            raise CaptureError(
+                f"torch.utils.checkpoint(use_reentrant=True) holds block {unit!r}, and hides from a pipeline which gradients "
+                "it needs; pass use_reentrant=False, or let the plan recompute"
+            )
+
+
 def _innermost(found: traceback.StackSummary) -> str:
     frames = [
         frame
         for frame in found
-        if not os.path.abspath(frame.filename).startswith((os.path.dirname(torch.__file__), HERE))
+        if not os.path.abspath(frame.filename).startswith((os.path.dirname(torch.__file__), HERE, PASSES))
     ]
     own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(LIBRARIES)] or frames
     if not own:

@@ -76,6 +76,10 @@ class _Fakes(TensorCopies):
 
     def _strided(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        if isinstance(tensor, nn.Parameter) and tensor.numel() > 1 and not any(tensor.stride()):
+            # One element in the place of a parameter that another rank keeps.
+            stride = torch.empty(tensor.shape, device="meta").stride()
+            return empty_fake(self.mode, like=(tensor.shape, stride, tensor.dtype, self.device))
         if storage.nbytes() == tensor.nbytes and storage._cdata not in self.bases:
             fake = empty_fake(self.mode, like=(tensor.shape, tensor.stride(), tensor.dtype, self.device))
             self.bases[storage._cdata] = fake

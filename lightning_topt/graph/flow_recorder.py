@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_topt.graph.draws import draw_of
-from lightning_topt.graph.errors import CaptureError, line_of_caller
+from lightning_topt.graph.errors import CaptureError, check_no_reentrant_checkpoint, line_of_caller
+from lightning_topt.graph.flow_units import unit_modules
 from lightning_topt.graph.kernels import is_view
 from lightning_topt.graph.provenance import Origin, Provenance
-from lightning_topt.graph.silence import runs_metrics
 from lightning_topt.graph.step_flow import Bond, Draw, LeafSpec, StepFlow, TensorRef, UnitCall
 from lightning_topt.graph.structures import CONTAINERS, tensors_in
 from lightning_topt.graph.writes import is_strided, written_tensors
@@ -72,6 +72,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rewritten: set[TensorRef] = set()
         self._value_read = ""
         self._reads_values = False
+        self._has_gradients = torch.is_grad_enabled()
         self._host_state, self._draws_on_host = _host_draws(), False
         self._begin(module, batch)
         self._units = unit_modules(module, units)
@@ -123,16 +124,27 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _value(self, tensor: Tensor) -> Any:
         """Return what a value reads as here; None to let it be read."""
-        if not isinstance(tensor, FakeTensor):
-            origin = self._origins.origin(tensor)
-            if not (origin.refs or origin.reads):
-                self._reads_values |= origin.is_batch
+        origin = self._origins.origin(tensor)
+        if origin.is_batch and not (origin.refs or origin.reads):
+            if isinstance(tensor, FakeTensor):
+                raise CaptureError("the step reads values of the batch", needs_values=True)
+            self._reads_values = True
+            return None
+        if isinstance(tensor, FakeTensor):
+            if self._at >= 0:
                 return None
-        if self._at >= 0:
+        elif not origin.varies:
             return None
         self._consume(self._end, [tensor])
         self._value_read = self._value_read or line_of_caller()
-        return torch.zeros((), dtype=tensor.dtype).tolist()
+        return torch.zeros((), dtype=tensor.dtype).tolist() if isinstance(tensor, FakeTensor) else None
+
+    def values(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor as which `tensor` reads outside of operators; None to let it be read."""
+        if not isinstance(tensor, FakeTensor) or self._at >= 0:
+            return None
+        self._value(tensor)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     # ---- calls of units ----------------------------------------------------------------------------------------------
 
@@ -145,6 +157,8 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"the shapes of what others compute.\n{self._value_read}Move this to the end of the step, or into a block, or "
                 "give a plan without a pipeline."
             )
+        if self._has_gradients and not torch.is_grad_enabled():
+            check_no_reentrant_checkpoint(path)
         at = len(self._calls)
         tensors = (t for t in (*module.parameters(), *module.buffers()) if is_strided(t))
         own = {id(self._origins.origin(tensor)) for tensor in tensors}
@@ -152,7 +166,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_host_draws()
         call.draws_before, self._draws = tuple(self._draws), []
         self._calls.append(call)
-        self._consume(call, tensors_in((args, kwargs)))
+        self._consume(call, _leaves((args, kwargs)))
         self._at, self.unit_name = at, path
         result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._at, self.unit_name = BETWEEN, ""
@@ -162,30 +176,24 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._returned(call, result)
 
     def _returned(self, call: _Reader, result: Any) -> Any:
-        """Note what a call returned; return the same, with other objects for tensors that are older than the call."""
-        leaves, structure = tree_flatten(result)
-        specs: list[Any] = []
+        """Note what a call returned; return the same with other tensor objects: what is seen inside of it stays known apart."""
+        leaves, call.structure = tree_flatten(result)
         seen: dict[int, int] = {}
-        aliased = False
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
-                specs.append(leaf)
+                call.leaves.append(leaf)
                 continue
-            specs.append(self._spec(call.module, leaf, seen.get(id(leaf))))
-            if seen.setdefault(id(leaf), number) != number:
-                leaves[number] = leaves[seen[id(leaf)]]
+            call.leaves.append(self._spec(call.module, leaf, seen.get(id(leaf))))
+            if (first := seen.setdefault(id(leaf), number)) != number:
+                leaves[number] = leaves[first]
                 continue
-            memory = self._origins.memory(leaf)
             ref = TensorRef(call.index, number)
-            origin = Origin({ref}, leaf=ref, varies=True)
-            if memory.made_in != call.index:
-                origin.alias_call = call.index
-                leaves[number], aliased = _other_object(leaf), True
-                seen[id(leaves[number])] = number
-            memory.is_returned = True
-            self._origins.begin(leaves[number], origin)
-        call.structure, call.leaves = structure, specs
-        return tree_unflatten(leaves, structure) if aliased else result
+            is_older = self._origins.memory(leaf).made_in != call.index
+            leaves[number] = leaf[...]
+            self._origins.begin(
+                leaves[number], Origin({ref}, leaf=ref, varies=True, alias_call=call.index if is_older else -1)
+            )
+        return tree_unflatten(leaves, call.structure)
 
     def _spec(self, unit: str, tensor: Tensor, same_as: int | None) -> LeafSpec:
         if not is_strided(tensor):
@@ -202,7 +210,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def need_at_end(self, value: Any) -> None:
         """Note that the end of the step needs the tensors in `value`."""
-        self._consume(self._end, tensors_in(value))
+        self._consume(self._end, _leaves(value))
 
     def _consume(self, reader: _Reader, tensors: Iterable[Tensor]) -> None:
         joined, at = Origin(), reader.index
@@ -225,11 +233,11 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.need_at_end(result)
         units = {path for path, _ in self._units}
         for path, submodule in module.named_modules():
-            left = [
-                value for name, value in vars(submodule).items() if name not in UNSEEN and isinstance(value, CONTAINERS)
-            ]
-            if path not in units:
-                self.need_at_end([t for t in tensors_in(left) if is_strided(t) and self._origins.knows(t)])
+            if path in units:
+                continue
+            left = [v for name, v in vars(submodule).items() if name not in UNSEEN and isinstance(v, CONTAINERS)]
+            known = (t for t in tensors_in(left) if is_strided(t) and self._origins.knows(t))
+            self.need_at_end([t for t in known if not self._origins.hidden_in(t)])
         self._note_host_draws()
 
     def _note_host_draws(self) -> None:
@@ -274,26 +282,12 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def unit_modules(module: nn.Module, units: Collection[str]) -> list[tuple[str, nn.Module]]:
-    """Return, with their paths, all modules whose calls may be calls of units: those that contain no named block."""
-    opened = {""}
-    for unit in units:
-        while unit := unit.rpartition(".")[0]:
-            opened.add(unit)
-    found: list[tuple[str, nn.Module]] = []
-    named = {id(module.get_submodule(unit)): unit for unit in units}
-    for path, submodule in module.named_modules():
-        if path not in opened and not runs_metrics(submodule):
-            found.append((named.get(id(submodule), path), submodule))
-    return found
+def _leaves(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _active() -> list[Any]:
     return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
-
-
-def _other_object(tensor: Tensor) -> Tensor:
-    return tensor[...]
 
 
 def _host_draws() -> Any:

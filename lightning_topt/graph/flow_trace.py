@@ -1,28 +1,35 @@
 """A training step on fake tensors -> `StepFlow`: which calls of units it makes, and what each of them needs of earlier ones.
 
-[Note: what runs for real] Parameters and buffers are fake, the batch is real: what is computed of the batch alone has values,
-so that Python code may read them, as it does on every rank. The flow then holds for this batch alone. Values that come from
-units cannot be read before the last call, since stages without them could not follow; after it they read as zero here.
+[Note: values] Parameters, buffers and the batch are fake at first. Where this fails the batch is real: what is computed of the
+batch alone then has values, so that Python code may read them, as it does on every rank, and the flow holds for this batch
+alone. Values that come from units cannot be read before the last call, since stages without them could not follow; after it
+they read as zero here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_topt.graph.errors import CaptureError, explain
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.flow_recorder import FlowRecorder
+from lightning_topt.graph.flow_units import check_units
 from lightning_topt.graph.no_trace import no_trace
+from lightning_topt.graph.real import real_batch
+from lightning_topt.graph.sample_counts import fake_batch
 from lightning_topt.graph.silence import runs_metrics
 from lightning_topt.graph.step_flow import StepFlow
-from lightning_topt.graph.structures import map_tensors, tensors_in
+from lightning_topt.graph.structures import tensors_in
 
 ADVICE = "Give a plan without a pipeline, or named blocks that contain this code."
+READS_VALUES = {Tensor.__format__, Tensor.numpy, Tensor.tolist, Tensor.__array__}
 LIGHTNING_LOGS = ("log", "log_dict")
 METRIC_METHODS = ("update", "forward", "compute")
 
@@ -49,14 +56,34 @@ def trace_flow(
     the step itself raises; ValueError for units that are not there or inside of one another.
     """
     check_units(module, units)
+    attempt = partial(_attempt, module, run, batch, units=units, device=torch.device(device), context=forward_context)
+    try:
+        return attempt(has_values=False)
+    except Exception:
+        return attempt(has_values=True)
+
+
+def _attempt(
+    module: nn.Module,
+    run: Callable[[nn.Module, Any], Any],
+    batch: Any,
+    *,
+    units: Collection[str],
+    device: torch.device,
+    context: Callable[[], AbstractContextManager[Any]],
+    has_values: bool,
+) -> StepFlow:
     with no_trace(module), torch.compiler.set_stance("force_eager"):
-        copied, _mode = fake_copy(module, device=device)
-        own_batch = map_tensors(batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        copied, mode = fake_copy(module, device=device)
+        own_batch = real_batch(batch)
+        if not has_values:
+            with mode:
+                own_batch = fake_batch(batch, samples=(1, 1), device=device)
         recorder = FlowRecorder(copied, list(tensors_in(own_batch)), units=units)
         _record_logs(copied, recorder)
         torch.set_autocast_cache_enabled(False)  # a cast kept from one unit to the next would be a tensor that it hides
         try:
-            with recorder, forward_context():
+            with recorder, _Readable(recorder), context():
                 result = run(copied, own_batch)
             recorder.finish(result, copied)
         except CaptureError:
@@ -68,23 +95,17 @@ def trace_flow(
     return recorder.flow()
 
 
-def check_units(module: nn.Module, units: Collection[str]) -> None:
-    """Raise ValueError for `units` that `module` does not have, or that lie inside of one another."""
-    paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
-    for unit in units:
-        if not unit or unit not in paths:
-            raise ValueError(
-                f"{type(module).__name__} has no module {unit!r} that a stage could run; name its submodules"
-            )
-        for outer in parents(unit):
-            if outer in units:
-                raise ValueError(f"block {unit!r} lies inside of block {outer!r}; a stage runs one or the other")
+class _Readable(TorchFunctionMode):
+    """Lets fake tensors be printed and become lists and arrays, as which they hold zeros."""
 
+    def __init__(self, recorder: FlowRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
 
-def parents(path: str) -> Iterator[str]:
-    """Yield the paths of the modules around the one at `path`, innermost first, without the root."""
-    while path := path.rpartition(".")[0]:
-        yield path
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS_VALUES and (values := self._recorder.values(args[0])) is not None:
+            args = (values, *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 def _explained(error: Exception, recorder: FlowRecorder) -> CaptureError | None:

@@ -29,6 +29,7 @@ class Origin:
     refs: set[TensorRef] = field(default_factory=set)
     reads: set[str] = field(default_factory=set)
     parameter: str | None = None
+    made_in: int = -1  # the call inside of which it was made, -1 for none
     alias_call: int = -1  # the call that began it, -1 for none
     leaf: TensorRef | None = None
     bonds: dict[int, str] = field(default_factory=dict)
@@ -38,10 +39,9 @@ class Origin:
 
 @dataclass(eq=False)
 class Memory:
-    """The storage of tensors: inside which call it was made (-1 outside of all), whether that call returned it, its origins."""
+    """The storage of tensors: inside which call it was made (-1 outside of all), its origins."""
 
     made_in: int = -1
-    is_returned: bool = False
     buffer: str | None = None
     origins: list[Origin] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ class Provenance:
                 self.begin(tensor, self.origin(base))
                 continue
             if joined is None:
-                joined = Origin(varies=varies)
+                joined = Origin(made_in=inside, varies=varies)
                 self.join(joined, inputs, inside=inside)
             self.memory(tensor).made_in = inside
             self.begin(tensor, joined)
@@ -120,10 +120,10 @@ class Provenance:
 
     def hidden_in(self, tensor: Tensor) -> tuple[int, str] | None:
         """Return the call that made `tensor` and did not return it, with the reason for a bond; None for other tensors."""
-        memory = self.memory(tensor)
-        if memory.made_in < 0 or memory.is_returned or not self.origin(tensor).varies:
+        origin = self.origin(tensor)
+        if origin.made_in < 0 or not origin.varies:
             return None
-        return memory.made_in, "leaves a tensor in an attribute (it does not return it), and it is read"
+        return origin.made_in, "hands on a tensor without returning it (by an attribute or a hook), which is read"
 
     def written(self, tensor: Tensor, sources: list[Tensor], *, inside: int) -> list[TensorRef]:
         """Note a write to `tensor`; return the outputs of calls that have its memory.

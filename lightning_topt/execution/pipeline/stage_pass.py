@@ -7,24 +7,25 @@ run wherever their inputs are real, and on shapes elsewhere. The last stage runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from lightning_topt.execution.pipeline.pass_checks import check_real, read_of_shape
 from lightning_topt.execution.pipeline.random_order import RandomOrder
 from lightning_topt.execution.pipeline.split_backward import SplitBackward
 from lightning_topt.execution.pipeline.stand_ins import Received, StandIns
 from lightning_topt.execution.pipeline.unit_calls import replaced, silenced, taken_over
 from lightning_topt.graph.draws import draw_again
-from lightning_topt.graph.errors import CaptureError, explain, user_line
-from lightning_topt.graph.flow_recorder import unit_modules
-from lightning_topt.graph.step_flow import Draw, StepFlow, TensorRef
+from lightning_topt.graph.errors import CaptureError
+from lightning_topt.graph.flow_units import unit_modules
+from lightning_topt.graph.step_flow import StepFlow, TensorRef
 
 
 class StageDone(BaseException):
@@ -51,6 +52,7 @@ class _Forward:
     next_call: int = 0
     is_inside: bool = False
     is_done: bool = False
+    is_backward: bool = False
     weights: SplitBackward | None = None
 
 
@@ -63,6 +65,7 @@ class StagePass:
         stage_of_call: the stage of each call of the flow (see `assign_calls`).
         units: the named blocks.
         order: of random numbers; one object for all passes of a rank.
+        whole: makes whole tensors of those that are in slices in what a unit, or the step, returns.
     """
 
     def __init__(
@@ -74,16 +77,23 @@ class StagePass:
         units: Sequence[str],
         device: torch.device | str = "cpu",
         order: RandomOrder | None = None,
+        whole: Callable[[Any], Any] | None = None,
     ) -> None:
+        self._whole = whole or (lambda value: value)
         self.flow, self.stage_of_call = flow, tuple(stage_of_call)
         self._last = max(stage_of_call, default=0)
         self._stand_ins = StandIns(torch.device(device))
         self._order = order if order is not None else RandomOrder(torch.device(device))
         self._units = taken_over(unit_modules(module, units), self._call)
         self._silenced = silenced(module, self._nothing_measured)
+        self._draws_after = [flow.draws_from(self._first_call(stage + 1)) for stage in range(self._last + 1)]
         self._crossings = flow.crossings(stage_of_call)
         self._passes: dict[tuple[int, int], _Forward] = {}
         self._current: _Forward | None = None
+
+    def _first_call(self, stage_index: int) -> int:
+        """Return the first call of this stage or a later one."""
+        return sum(stage < stage_index for stage in self.stage_of_call)
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -108,18 +118,23 @@ class StagePass:
             self._current, result = state, None
             try:
                 with replaced(attributes):
-                    result = run()
+                    result = self._whole(run())
+                if state.is_done:
+                    raise CaptureError(
+                        "the step catches BaseException (or has a bare except), by which a stage of a pipeline ends its pass; "
+                        "catch Exception"
+                    )
             except StageDone:
                 if not state.is_done:
                     raise
             except Exception as error:
-                if (explained := _explained(error, stage_index)) is not None:
+                if (explained := read_of_shape(error, stage_index)) is not None:
                     raise explained from error
                 raise
             finally:
                 self._current = None
             self._check_end(state, is_last, result)
-            draw_again(self._draws_after(stage_index), self._stand_ins.device)
+            draw_again(self._draws_after[stage_index], self._stand_ins.device)
         if torch.is_grad_enabled() and (state.leaves or state.edges or is_last):
             self._passes[stage_index, microbatch_index] = state
         return StageOutput(state.sent, result)
@@ -140,6 +155,8 @@ class StagePass:
         state = self._current
         if state is None or state.is_inside:
             return call(*args, **kwargs)
+        if state.is_backward:
+            return self._again(state, path, call, args, kwargs)
         if state.next_call >= len(self.flow.calls) or self.flow.calls[state.next_call].module != path:
             raise self._surprise(state, path)
         unit = self.flow.calls[state.next_call]
@@ -151,19 +168,32 @@ class StagePass:
         if stage < state.stage_index:
             draw_again(unit.draws, self._stand_ins.device)
             return self._stand_ins.result(unit, state.received)
-        _check_real((args, kwargs), f"block {path!r} is given")
+        check_real((args, kwargs), f"block {path!r} is given")
         state.is_inside = True
         try:
-            result = call(*args, **kwargs)
+            result = self._whole(call(*args, **kwargs))
         finally:
             state.is_inside = False
         self._keep(state, unit.index, result)
         return result
 
+    def _again(
+        self, state: _Forward, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Let a call of this stage run that is recomputed in the backward pass."""
+        stages = {self.stage_of_call[unit.index] for unit in self.flow.calls if unit.module == path}
+        if stages and state.stage_index not in stages:  # others are inside of blocks
+            raise CaptureError(
+                f"the backward pass of stage {state.stage_index} recomputes a part of the step that calls block {path!r}, "
+                "which other stages run; let torch.utils.checkpoint hold single blocks, or give a plan without a pipeline"
+            )
+        return call(*args, **kwargs)
+
     def _keep(self, state: _Forward, index: int, result: Any) -> None:
         """Keep what a call of this stage returned where later stages need it."""
         unit = self.flow.calls[index]
         leaves = tree_leaves(result)
+        check_real(leaves, f"block {unit.module!r} returns")
         if len(leaves) != len(unit.leaves):
             raise self._surprise(state, unit.module)
         for number, tensor in enumerate(leaves):
@@ -180,16 +210,6 @@ class StagePass:
                 sent = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=sent.device).copy_(sent)
             state.sent[ref] = sent
 
-    def _draws_after(self, stage_index: int) -> list[Draw]:
-        """Return the random numbers drawn after the pass of a stage has ended."""
-        later = [index for index, stage in enumerate(self.stage_of_call) if stage > stage_index]
-        if not later or not self.flow.has_draws:
-            return []
-        draws = list(self.flow.calls[later[0]].draws)
-        for index in later[1:]:
-            draws += [*self.flow.calls[index].draws_before, *self.flow.calls[index].draws]
-        return [*draws, *self.flow.end_draws]
-
     def _nothing_measured(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros((), device=self._stand_ins.device)
 
@@ -199,7 +219,7 @@ class StagePass:
         if is_last:
             if state.next_call != len(self.flow.calls):
                 raise self._surprise(state, "")
-            _check_real(result, "the step returns")
+            check_real(result, "the step returns")
 
     def _surprise(self, state: _Forward, path: str) -> CaptureError:
         done, calls = state.next_call, self.flow.calls
@@ -231,7 +251,8 @@ class StagePass:
         state = self._passes.pop((stage_index, microbatch_index), None) or _Forward(stage_index)
         roots, given = _roots(state, gradients, loss)
         if roots:
-            torch.autograd.backward(roots, given)
+            with self._recomputing(state):
+                torch.autograd.backward(roots, given)
         return {ref: _gradient(leaf, leaf.grad) for ref, leaf in state.leaves.items()}
 
     def backward_input(
@@ -246,7 +267,8 @@ class StagePass:
         state = self._passes.get((stage_index, microbatch_index)) or _Forward(stage_index)
         roots, given = _roots(state, gradients, loss)
         state.weights = SplitBackward(roots, given, list(state.leaves.values()))
-        found = dict(zip(state.leaves, state.weights.inputs(), strict=True))
+        with self._recomputing(state):
+            found = dict(zip(state.leaves, state.weights.inputs(), strict=True))
         made = {ref: _gradient(leaf, found[ref]) for ref, leaf in state.leaves.items()}
         state.leaves, state.edges, state.received, state.sent = {}, {}, {}, {}
         return made
@@ -256,7 +278,17 @@ class StagePass:
         state = self._passes.pop((stage_index, microbatch_index), None)
         if state is not None:
             assert state.weights is not None, "backward_weight before backward_input"
-            state.weights.parameters()
+            with self._recomputing(state):
+                state.weights.parameters()
+
+    @contextmanager
+    def _recomputing(self, state: _Forward) -> Iterator[None]:
+        state.is_backward, self._current = True, state
+        try:
+            with replaced(self._units):
+                yield
+        finally:
+            self._current = None
 
     def forget(self) -> None:
         """Drop all microbatches whose backward pass has not come."""
@@ -276,21 +308,3 @@ def _roots(
 
 def _gradient(leaf: Tensor, gradient: Tensor | None) -> Tensor:
     return torch.zeros_like(leaf) if gradient is None else gradient
-
-
-def _check_real(value: Any, what: str) -> None:
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, FakeTensor):
-            raise CaptureError(
-                f"{what} a tensor that this stage did not receive: on this microbatch the step computes it from other tensors "
-                "than in its trace; a step whose data flow depends on values needs a plan without a pipeline"
-            )
-
-
-def _explained(error: Exception, stage_index: int) -> CaptureError | None:
-    if isinstance(error, CaptureError) or explain(error, None) is None:
-        return None
-    return CaptureError(
-        f"stage {stage_index} of the pipeline knows only the shape of a tensor whose value is read here.\n{user_line(error)}"
-        "Move this to the end of the step, or into a block, or give a plan without a pipeline."
-    )

@@ -1,0 +1,311 @@
+"""Flows of steps: what calls need of one another, what binds them to one stage, and what cannot be traced."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_topt.graph.errors import CaptureError
+from lightning_topt.graph.flow_stages import assign_calls, cut_bytes, parameters_of_stage
+from lightning_topt.graph.flow_trace import trace_flow
+from lightning_topt.graph.step_flow import StepFlow, TensorRef
+from lightning_topt.graph.step_run import call_training_step
+from tests.models import GPT, ConvNet, batch_for
+
+UNITS = ("a", "b", "c")
+
+
+class Net(L.LightningModule):
+    """Three linear layers; what is in between is added by those that inherit it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.c(self.b(self.a(batch))).square().mean()
+
+
+def trace(step: Any, *, change: Any = None, units: Any = UNITS, batch: Any = None) -> StepFlow:
+    """The flow of ``step(net, batch)``."""
+    net = Net()
+    if change is not None:
+        change(net)
+    return trace_flow(net, step, torch.randn(2, 4) if batch is None else batch, units=units)
+
+
+def by_name(flow: StepFlow) -> dict[str, set[str]]:
+    """What each call needs, by the names of modules, each called once."""
+    return {call.module: {flow.calls[ref.call].module for ref in call.needs} for call in flow.calls}
+
+
+def test_a_chain_needs_what_is_before():
+    module = GPT(layers=2, tied=True)
+    flow = trace_flow(module, call_training_step, batch_for(module, 2), units=["blocks.0", "blocks.1"])
+    assert by_name(flow) == {
+        **{"tokens": set(), "positions": set(), "blocks.0": {"tokens", "positions"}},
+        **{"blocks.1": {"blocks.0"}, "norm": {"blocks.1"}, "head": {"norm"}},
+    }
+    assert flow.end_needs == {TensorRef(5, 0)}
+    stages = assign_calls(flow, [["blocks.0"], ["blocks.1"]])
+    assert stages == (0, 0, 0, 1, 1, 1)
+    first, second = parameters_of_stage(flow, stages, module)
+    assert first & second == {"tokens.weight"}  # tied to the head
+    assert first | second == {name for name, _ in module.named_parameters()}
+    hidden = 2 * 8 * 16 * 4
+    assert cut_bytes(flow) == (hidden, hidden + 8 * 16 * 4, hidden, hidden, hidden, 2 * 8 * 32 * 4)
+    assert flow.crossings(stages) == {TensorRef(2, 0): (1,)}
+
+
+def test_values_that_are_logged_returned_or_kept_are_needed_at_the_end():
+    def step(net: Any, batch: Tensor) -> Any:
+        a = net.a(batch)
+        net.log("a", a.mean())
+        b = net.b(a)
+        net.kept = [b * net.scale]
+        return {"loss": net.c(b).mean(), "unused": 1}
+
+    flow = trace(step)
+    assert flow.end_needs == {TensorRef(0, 0), TensorRef(1, 0), TensorRef(2, 0)}
+    assert flow.end_reads == {"scale"}
+
+
+def test_parameters_that_operators_read_belong_to_the_stages_of_their_readers():
+    def step(net: Any, batch: Tensor) -> Any:
+        return net.c(net.b(net.a(batch) * net.scale) @ net.a.weight).mean()
+
+    flow = trace(step)
+    assert [call.reads for call in flow.calls] == [frozenset(), {"scale"}, {"a.weight"}]
+    needed = parameters_of_stage(flow, assign_calls(flow, [["a"], ["b"], ["c"]]), Net())
+    assert [sorted(name for name in names if "." not in name or name.startswith("a")) for names in needed] == [
+        ["a.bias", "a.weight"],
+        ["scale"],
+        ["a.weight"],
+    ]
+
+
+def test_attributes_of_operators_are_needed_where_units_read_them():
+    def step(net: Any, batch: Tensor) -> Any:
+        net.c.mask = net.a(batch).sigmoid()  # read inside of c, not an argument
+        return net.c(net.b(batch)).mean()
+
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.mask
+
+    flow = trace(step, change=lambda net: setattr(net, "c", Masked(4, 4)))
+    assert by_name(flow)["c"] == {"a", "b"}
+
+
+class Keeps(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        return self.kept.tanh()
+
+
+class WritesToInput(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return super().forward(x)
+
+
+def reads_kept(net: Any, batch: Tensor) -> Any:
+    return net.c(net.b(net.a(batch)) + net.a.kept).mean()
+
+
+def reads_by_hook(net: Any, batch: Tensor) -> Any:
+    found: list[Tensor] = []
+    handle = net.a.register_forward_hook(lambda module, args, output: found.append(output))
+    x = net.b(net.a(batch))
+    handle.remove()
+    return net.c(x + found[0]).mean()
+
+
+def reads_old(net: Any, batch: Tensor) -> Any:
+    x = net.a(batch)
+    return net.c(net.b(x) + x).mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "pair"),
+    [
+        (reads_kept, lambda net: setattr(net, "a", Keeps(4, 4)), ("a", "c")),
+        (reads_by_hook, None, ("a", "c")),
+        (reads_old, lambda net: setattr(net, "b", WritesToInput(4, 4)), ("b", "c")),
+    ],
+)
+def test_what_passes_beside_results_binds_calls_to_one_stage(step, change, pair):
+    flow = trace(step, change=change)
+    first, second = pair
+    together = [["a", "b", "c"]] if first == "a" else [["a"], ["b", "c"]]
+    assert max(assign_calls(flow, together)) == len(together) - 1
+    with pytest.raises(CaptureError, match=rf"no cut may lie between block '{first}' .* by block '{second}'"):
+        assign_calls(flow, [["a", "b"], ["c"]])
+
+
+def test_batch_norm_on_two_stages_is_refused():
+    def step(net: Any, batch: Tensor) -> Any:
+        return net.norm(net.b(net.norm(net.a(batch)))).mean()
+
+    def change(net: Any) -> None:
+        net.norm = nn.BatchNorm1d(4)
+
+    flow = trace(step, change=change, units=["a", "b"])
+    assert flow.calls[1].writes == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    with pytest.raises(CaptureError, match="no cut may lie between block 'norm'"):
+        assign_calls(flow, [["a"], ["b"]])
+
+
+def test_values_read_in_between_name_the_line():
+    def step(net: Any, batch: Tensor) -> Any:
+        x = net.a(batch)
+        if x.sum() > 0:  # this line
+            x = x + 1
+        return net.c(net.b(x)).mean()
+
+    with pytest.raises(CaptureError, match=r"test_flow_trace.py:\d+, in step: if x.sum\(\) > 0:  # this line"):
+        trace(step)
+
+
+def test_values_read_inside_of_a_block_name_the_line():
+    class Branch(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[x > 0][:4].view(1, 4)) if x.sum() > 0 else x
+
+    with pytest.raises(CaptureError, match=r"in forward: (.|\n)*inside of block 'b'"):
+        trace(call_training_step, change=lambda net: setattr(net, "b", Branch(4, 4)))
+
+
+def test_values_read_at_the_end_are_needed():
+    def step(net: Any, batch: Tensor) -> Any:
+        a = net.a(batch)
+        loss = net.c(net.b(a)).mean()
+        net.history = [a.max().item(), f"{loss:.3f}", float(loss), loss.tolist(), loss.detach().numpy()]
+        return loss if not torch.isnan(loss) else None
+
+    flow = trace(step)
+    assert flow.end_needs == {TensorRef(0, 0), TensorRef(2, 0)}
+    assert not flow.reads_values
+
+
+def test_values_of_the_batch_are_read():
+    def step(net: Any, batch: Any) -> Any:
+        x, lengths = batch
+        x = net.a(x[: lengths.max()])
+        return net.c(net.b(x) if lengths[0] == 1 else x).mean()
+
+    flow = trace(step, batch=(torch.randn(5, 4), torch.tensor([1, 3])))
+    assert [call.module for call in flow.calls] == ["a", "b", "c"]
+    assert flow.calls[0].leaves[0].shape == (3, 4)
+    assert flow.reads_values
+    assert len(trace(step, batch=(torch.randn(5, 4), torch.tensor([2, 3]))).calls) == 2
+
+
+def random_branch(net: Any, batch: Tensor) -> Any:
+    x = net.a(batch)
+    return net.c(net.b(x) if torch.rand(()) > -1 else x).mean()
+
+
+def own_generator(net: Any, batch: Tensor) -> Any:
+    x = net.a(batch)
+    return net.c(net.b(x) * torch.rand(4, generator=torch.Generator().manual_seed(1))).mean()
+
+
+def python_numbers(net: Any, batch: Tensor) -> Any:
+    return net.c(net.b(net.a(batch)) * random.random()).mean()
+
+
+def by_value(net: Any, batch: Tensor) -> Any:
+    return net.c(net.b(net.a(batch)) + torch.poisson(batch.abs())).mean()
+
+
+def by_sign(net: Any, batch: Tensor) -> Any:
+    return net.c(F.rrelu(net.b(net.a(batch)), training=True)).mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (random_branch, "random_branch"),
+        (own_generator, "before block 'c', draws numbers from a generator of its own"),
+        (python_numbers, "before block 'c', draws Python's or NumPy's random numbers"),
+        (by_value, "before block 'c', draws numbers whose count depends on the values"),
+        (by_sign, "before block 'c', draws numbers whose count depends on the values"),
+    ],
+)
+def test_random_numbers_that_other_stages_cannot_draw(step, message):
+    with pytest.raises(CaptureError, match=message):
+        assign_calls(trace(step), [["a"], ["b", "c"]])
+
+
+def test_reentrant_checkpoints_are_refused():
+    def step(net: Any, batch: Tensor) -> Any:
+        x = net.a(batch)
+        return net.c(checkpoint(net.b, x, use_reentrant=True)).mean()
+
+    with pytest.raises(CaptureError, match=r"use_reentrant=True.* holds block 'b'"):
+        trace(step)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([["a"], []], "stage 1 of 2 has no blocks"),
+        ([["a"], ["a", "b"]], "block 'a' is in stages 0 and 1"),
+        ([["a", "d"], ["b"]], "does not call 'd'"),
+        ([["b"], ["a"]], "call 1 of the step, block 'b' of stage 0, comes after a call of stage 1 \\('a'\\)"),
+    ],
+)
+def test_stages_that_do_not_fit(stages, message):
+    with pytest.raises(ValueError, match=message):
+        assign_calls(trace(call_training_step), stages)
+
+
+@pytest.mark.parametrize(("units", "message"), [(["x"], "no module 'x'"), (["net", "net.0"], "inside of block 'net'")])
+def test_units_that_do_not_fit(units, message):
+    def change(net: Any) -> None:
+        net.net = nn.Sequential(nn.Linear(4, 4))
+
+    with pytest.raises(ValueError, match=message):
+        trace(call_training_step, change=change, units=units)
+
+
+def test_a_call_that_returns_its_argument_and_what_writes_to_results():
+    def step(net: Any, batch: Tensor) -> Any:
+        x = net.b(net.a(batch))
+        x += 1
+        x = net.drop(x)
+        return F.relu_(net.c(x)).mean()
+
+    def change(net: Any) -> None:
+        net.drop = nn.Identity()
+
+    flow = trace(step, change=change)
+    assert by_name(flow) == {"a": set(), "b": {"a"}, "drop": {"b"}, "c": {"drop"}}
+    assert [call.leaves[0].is_rewritten for call in flow.calls] == [False, True, False, True]
+
+
+def test_metrics_run_at_the_end():
+    module = ConvNet()
+    flow = trace_flow(module, call_training_step, batch_for(module), units=["conv1", "hidden"])
+    assert flow.metrics == ("accuracy",)
+    assert "accuracy" not in {call.module for call in flow.calls}
+    assert flow.calls[-1].module == "head"
+
+
+def test_a_trace_leaves_nothing_behind():
+    module = GPT(dropout=0.1)
+    batch = batch_for(module)
+    before, state = {id(m): dict(vars(m)) for m in module.modules()}, torch.get_rng_state()
+    flow = trace_flow(module, call_training_step, batch, units=["blocks.0"])
+    assert flow.has_draws
+    assert before == {id(m): dict(vars(m)) for m in module.modules()}
+    assert torch.equal(state, torch.get_rng_state())

@@ -15,8 +15,10 @@ from typing import Any
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.plain_values import names, number, one_line, parse_json, shown, whole
-from lightning_topt.plan.gradient_exchange import describe_exchange, is_lossy
+from lightning_topt.plan.choice_reasons import why_compressed, why_split, why_staged
+from lightning_topt.plan.gradient_exchange import is_lossy
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.schedules.make_schedule import SCHEDULES
 
 SCHEMA_VERSION = 1
 OBJECTIVES = ("time", "memory", "devices")
@@ -158,8 +160,9 @@ def choose(
 ) -> PlanPoint:
     """Return the simplest point that is as good as the best by `objective`; its plan's `reason` says why, and what others cost.
 
-    Simple means, in this order: gradients travel whole, parameters are whole, blocks are alike, nothing is recomputed, a
-    low ZeRO level, few blocks that deviate. Plans with equally many devices are compared.
+    Simple means, in this order: gradients travel whole, parameters are whole, there are no stages or a plain schedule of
+    them, blocks are alike, nothing is recomputed, a low ZeRO level, few blocks that deviate. Plans with equally many devices
+    are compared.
 
     Args:
         points: `PlanFrontier.candidates`, or any others.
@@ -226,6 +229,7 @@ def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
     return (
         0 if exchange is None else 1 + is_lossy(exchange),
         int(not plan.keeps_gradients_whole),
+        *_schedule_complexity(plan),
         len(plan.mesh.axes),
         len(kinds),
         int(recomputed > 0),
@@ -233,6 +237,14 @@ def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
         recomputed,
         sum(levels),
     )
+
+
+def _schedule_complexity(plan: ParallelPlan) -> tuple[int, ...]:
+    """Plans without stages, then one stage per rank, more of them; last those whose gradients of parameters have own passes."""
+    if plan.schedule is None:
+        return 0, 0, 0
+    rule = SCHEDULES.get(plan.schedule)
+    return 1 + (rule is not None and rule.splits_backward), plan.stages_per_rank, int(plan.schedule != "1f1b")
 
 
 def _why_none_fits(points: Sequence[PlanPoint], memory_limit: float, memory_margin: float) -> str:
@@ -300,30 +312,8 @@ def _neighbours(
         pace = f"is {100 * change:.1f} % slower" if change >= 0 else f"{100 * -change:.1f} % of the time"
         sentences.append(f"the next smaller plan ({smaller.plan.summary()}) saves {saved} and {pace}")
     fitting = fitting_points(peers, memory_limit=memory_limit, memory_margin=memory_margin)
-    sentences += filter(None, [_why_compressed(chosen, peers), _why_split(chosen, fitting)])
+    sentences += filter(None, [why_compressed(chosen, peers), why_split(chosen, fitting), why_staged(chosen, fitting)])
     return sentences
-
-
-def _why_split(chosen: PlanPoint, fitting: Sequence[PlanPoint]) -> str:
-    if not chosen.plan.mesh.tensor_axes:
-        return ""
-    whole = [point for point in fitting if not point.plan.mesh.tensor_axes]
-    words = "parameters are split over ranks inside a node"
-    if not whole:
-        return f"{words}, without which no plan fits"
-    return f"{words}: without that the fastest plan takes {format_seconds(min(point.step_seconds for point in whole))}"
-
-
-def _why_compressed(chosen: PlanPoint, peers: Sequence[PlanPoint]) -> str:
-    exchange = chosen.plan.gradient_exchange
-    if exchange is None or not is_lossy(exchange):
-        return ""
-    words = f"gradients are sent compressed ({describe_exchange(exchange)}), which was allowed and is predicted to be faster"
-    exact = [p for p in peers if p.plan.gradient_exchange is None or not is_lossy(p.plan.gradient_exchange)]
-    if exact:
-        fastest = min(exact, key=lambda p: p.step_seconds)
-        words += f": the fastest plan of the frontier without that takes {format_seconds(fastest.step_seconds)}"
-    return words
 
 
 def _percent(low: float, high: float) -> str:

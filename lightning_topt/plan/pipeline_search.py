@@ -22,6 +22,7 @@ from lightning_topt.plan.stage_bounds import fewest_bytes, least_priced
 from lightning_topt.plan.stage_tables import PipelineShape, stage_table
 from lightning_topt.schedules.make_schedule import SCHEDULES
 
+PLAIN = "1f1b"  # the schedule that is preferred where others gain little
 _MOST_CHUNKS = 4  # stages per rank
 _MOST_PER_RANK = 16  # microbatches, in times the ranks of a pipeline
 
@@ -42,9 +43,13 @@ class PipelineRequest:
 
 @dataclass
 class FoundPipelines:
-    """Plans by the shape of their pipeline, and `error_bound` as in `Frontier`; `searched` of `tables` tables were searched."""
+    """Plans by the shape of their pipeline, and `error_bound` as in `Frontier`; `searched` of `tables` tables were searched.
+
+    `plain` are plans under 1F1B that only those of other schedules beat: a choice may prefer them.
+    """
 
     plans: list[tuple[PipelineShape, StagePoint]] = field(default_factory=list)
+    plain: list[tuple[PipelineShape, StagePoint]] = field(default_factory=list)
     error_bound: float = 0.0
     searched: int = 0
     tables: int = 0
@@ -81,10 +86,11 @@ def search_pipelines(
     max_seconds: float = 10.0,
 ) -> FoundPipelines:
     """Return the plans of `shapes` that no other one beats, nor one of those that are `known`, by their formulas."""
-    deadline, found = time.thread_time() + max_seconds, FoundPipelines(tables=len(shapes))
+    deadline, found, plain = time.thread_time() + max_seconds, FoundPipelines(tables=len(shapes)), known
     tables = [(shape, stage_table(blocks, shape)) for shape in shapes]
-    bounds = [(least_priced(table, np.zeros(1))[0], index) for index, (_, table) in enumerate(tables)]
-    for _, index in sorted(bounds):
+    bounds = [least_priced(table, np.zeros(1))[0] for _, table in tables]
+    # 1F1B first: what it finds is compared with plans without stages.
+    for index in sorted(range(len(tables)), key=lambda index: (shapes[index].schedule != PLAIN, bounds[index])):
         shape, table = tables[index]
         if not known.may_gain_above(fewest_bytes(table), partial(least_priced, table)):
             continue
@@ -94,9 +100,18 @@ def search_pipelines(
         found.error_bound = max(found.error_bound, result.error_bound)
         found.plans += [(shape, point) for point in result.points]
         known = KnownPlans.best([known.costs, _costs(result.points)])
-    kept = {tuple(row) for row in known.costs.tolist()}
-    found.plans = [(shape, p) for shape, p in found.plans if (p.step_seconds, p.peak_bytes) in kept]
+        if shape.schedule == PLAIN:
+            plain = known
+    found.plain = [each for each in _on(found.plans, plain) if each[0].schedule == PLAIN]
+    found.plans = _on(found.plans, known)
+    found.plain = [each for each in found.plain if each not in found.plans]
     return found
+
+
+def _on(plans: Sequence[tuple[PipelineShape, StagePoint]], best: KnownPlans) -> list[tuple[PipelineShape, StagePoint]]:
+    """Those that are among the best."""
+    kept = {tuple(row) for row in best.costs.tolist()}
+    return [(shape, p) for shape, p in plans if (p.step_seconds, p.peak_bytes) in kept]
 
 
 def _costs(points: Sequence[StagePoint]) -> Array:

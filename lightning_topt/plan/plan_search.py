@@ -106,10 +106,10 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
             uniform += [point for space in spaces if space.own for point in points_of(space.uniform())]
             error_bound, found_spaces = max(error_bound, found.error_bound), found_spaces + len(spaces)
         if request.pipelines is not None and request.mesh is None and not request.own_batches:
-            staged, error = search_stages_for(
+            staged, plain, error = search_stages_for(
                 stage_blocks(request), count, request.pipelines, points, **_limits(request)
             )
-            points, found_spaces = points + staged, found_spaces + len(staged)
+            points, uniform, found_spaces = points + staged, uniform + plain, found_spaces + len(staged)
             error_bound = max(error_bound, min(error, NO_BOUND))
         if not found_spaces:
             raise PlanError(_why_none(replace(request, device_counts=(count,))))
@@ -212,11 +212,15 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
         legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in request.exchanges)
         exchanges = [*dict.fromkeys(itertools.chain.from_iterable(legal))]
         yield from spaces_of(step_on(request, first), rest, shards=request.shards, exchanges=exchanges)
-    elif not _tensor_sizes(request, count):
-        raise ValueError(
-            f"a global batch of {samples} samples cannot be divided evenly over {count} devices; choose a "
-            f"batch size that is a multiple of {count}, or other device counts"
-        )
+    elif not _tensor_sizes(request, count) and request.pipelines is None:
+        raise ValueError(_why_indivisible(samples, count))
+
+
+def _why_indivisible(samples: int, count: int) -> str:
+    return (
+        f"a global batch of {samples} samples cannot be divided evenly over {count} devices; choose a "
+        f"batch size that is a multiple of {count}, or other device counts"
+    )
 
 
 def _tensor_sizes(request: SearchRequest, count: int) -> list[int]:
@@ -304,6 +308,8 @@ def _sizes_of(request: SearchRequest, count: int) -> list[int]:
 
 def _why_none(request: SearchRequest) -> str:
     """All meshes of the request have a tensor axis, and no step on slices is known."""
+    if request.mesh is None and not _tensor_sizes(request, *request.device_counts):
+        return _why_indivisible(request.global_batch_size, *request.device_counts)
     found = why_unsplit(request, ())
     sizes, whys = " or ".join(map(str, found)), "; ".join(dict.fromkeys(found.values()))
     return (

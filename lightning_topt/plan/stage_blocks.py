@@ -87,13 +87,13 @@ class StageBlocks:
         sides: tuple[Sequence[Amount], ...] = self.crossings.forward, self.crossings.backward
         return np.array([[amount.at(samples) for amount in side] for side in sides])
 
-    def chain(self, samples: float, *, recomputes: bool) -> StageChain:
-        """Return the passes as a chain; configurations are 0, and 1 with recomputation where that is allowed."""
+    def chain(self, samples: float, *, recomputes: tuple[bool, ...]) -> StageChain:
+        """Return the passes as a chain: configuration 0 does not recompute, 1 does. Blocks that can have `recomputes`."""
         key = samples, recomputes
         if key not in self._chains:
             passes, first = self.passes(samples), [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
-            again = {block.name: recomputes and block.recomputable for block in self.step.graph.blocks}
-            blocks = tuple(_block(passes, n, recomputes=again[self.names[n]]) for n in first)
+            able = {block.name for block in self.step.graph.blocks if block.recomputable}
+            blocks = tuple(_block(passes, n, recomputes if self.names[n] in able else (False,)) for n in first)
             self._chains[key] = StageChain(blocks, self.kinds)
         return self._chains[key]
 
@@ -123,7 +123,7 @@ class StageBlocks:
         return {}
 
     @cached_property
-    def _chains(self) -> dict[tuple[float, bool], StageChain]:
+    def _chains(self) -> dict[tuple[float, tuple[bool, ...]], StageChain]:
         return {}
 
     @cached_property
@@ -211,11 +211,11 @@ class StageBlocks:
         return found
 
 
-def _block(passes: Passes, n: int, *, recomputes: bool) -> StageBlock:
+def _block(passes: Passes, n: int, recomputes: Sequence[bool]) -> StageBlock:
     seconds = passes.forward[n] + passes.backward[n]
-    several = [(seconds, passes.kept[n], passes.hump[n])]
-    if recomputes:
-        several.append((seconds + passes.forward[n], passes.recomputed_kept[n], passes.recomputed_hump[n]))
+    plain = seconds, passes.kept[n], passes.hump[n]
+    again = seconds + passes.forward[n], passes.recomputed_kept[n], passes.recomputed_hump[n]
+    several = [plain if False in recomputes else (np.inf, 0.0, 0.0), *([again] if True in recomputes else [])]
     time, kept, hump = np.maximum(np.array(several).T, 0.0)
     nothing = np.zeros(len(several))
     return StageBlock(tuple(range(len(several))), np.round(time, 9), nothing, nothing, np.round(kept), np.round(hump))

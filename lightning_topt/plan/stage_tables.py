@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,8 +76,9 @@ class PipelineShape:
         return "inter" if crosses else "intra"
 
 
-def stage_table(blocks: StageBlocks, shape: PipelineShape) -> StageTable:
-    """Return the costs of all ways to cut `blocks` into the stages of `shape`.
+def stage_table(blocks: StageBlocks, shape: PipelineShape, *, recomputes: Sequence[bool] = (False, True)) -> StageTable:
+    """Return the costs of all ways to cut `blocks` into the stages of `shape`; blocks that can recompute choose one of
+    `recomputes`.
 
     Raises ValueError for fewer blocks than stages, and for microbatches that the graph says nothing about.
     """
@@ -84,7 +86,7 @@ def stage_table(blocks: StageBlocks, shape: PipelineShape) -> StageTable:
     once, per_rank = blocks.once(shape.rows, shape.level), shape.stages_per_rank
     splits = SCHEDULES[shape.schedule].splits_backward
     # A recomputed block would recompute in either half of its backward.
-    chain = blocks.chain(shape.samples, recomputes=not splits)
+    chain = blocks.chain(shape.samples, recomputes=(False,) if splits else tuple(recomputes))
     kinds = [blocks.kinds.index(kind) for kind in range(max(blocks.kinds) + 1)]
     weights = rates.weights * blocks.passes(shape.samples).weights[kinds] if splits else np.zeros(len(kinds))
     weights = np.minimum(weights, [rates.lead * block.seconds.min() for block in chain.blocks])

@@ -32,8 +32,9 @@ def search_stages_for(
     global_batch_size: int,
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
-) -> tuple[list[PlanPoint], float]:
-    """Return plans with stages for `count` ranks that none of those `known` for as many beats, and the search's error bound.
+) -> tuple[list[PlanPoint], list[PlanPoint], float]:
+    """Return plans with stages for `count` ranks that none of those `known` for as many beats; plainer ones that only others
+    with stages beat; and the search's error bound.
 
     Raises PlanError where something is wanted that no pipeline of `count` ranks has.
     """
@@ -43,15 +44,21 @@ def search_stages_for(
         raise PlanError(why_no_pipeline(blocks, count, wanted))
     best = KnownPlans.best([costs])
     found = search_pipelines(blocks, shapes, best, epsilon=epsilon, max_seconds=max_seconds)
+    points, plain = (_points(blocks, each, global_batch_size) for each in (found.plans, found.plain))
+    return points, plain, found.error_bound
+
+
+def _points(
+    blocks: StageBlocks, plans: Sequence[tuple[PipelineShape, StagePoint]], global_batch_size: int
+) -> list[PlanPoint]:
     by_shape: dict[PipelineShape, list[StagePoint]] = {}
-    for shape, point in found.plans:
+    for shape, point in plans:
         by_shape.setdefault(shape, []).append(point)
-    points = [
+    return [
         point
         for shape, several in by_shape.items()
         for point in staged_points(blocks, shape, several, batch_size=global_batch_size // shape.data)
     ]
-    return points, found.error_bound
 
 
 @dataclass(frozen=True, eq=False)

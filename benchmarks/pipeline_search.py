@@ -1,0 +1,154 @@
+"""How long the whole search takes with pipelines and without: CPU seconds, minimum and median.
+
+    python -m benchmarks.pipeline_search                       # two minutes
+    python -m benchmarks.pipeline_search --against ../before   # also with the package of another checkout, in turns
+
+Models are GPTs of `topt plan` (float32, AdamW) on the meta device, captured before at two batch sizes. Every run searches from
+the captured step again, in a process that has searched once: data axes, stages x microbatches x schedules, cuts, prices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = 5
+# layers, hidden, heads, devices, cluster, samples of a step, steps of a sample, epsilon
+CASES = (
+    (24, 1024, 16, 8, "a100_8x8", 8, 1024, 0.0),
+    (48, 1024, 16, 64, "a100_8x8", 64, 1024, 0.001),
+    (48, 1024, 16, 64, "a100_8x8", 64, 1024, 0.0),
+    (48, 1024, 16, 64, "cloud_25gbe_16x8", 256, 1024, 0.001),
+    (96, 12288, 96, 1024, "a100_128x8", 2048, 2048, 0.01),
+)
+NODES = {"a100_128x8": ("a100_8x8", 128)}  # clusters with more nodes than those of a file
+
+
+def measure(*case: Any) -> dict[str, Any]:
+    """Search once to load what is loaded once, then five times with and five times without pipelines, here."""
+    import torch  # noqa: PLC0415
+
+    from lightning_topt.cli.tasks.byte_lm import ByteGPT  # noqa: PLC0415
+    from lightning_topt.costs.optimizer import read_optimizer  # noqa: PLC0415
+    from lightning_topt.graph.capture import capture  # noqa: PLC0415
+    from lightning_topt.graph.meta_build import build_on_meta  # noqa: PLC0415
+    from lightning_topt.plan.pipeline_search import PipelineRequest  # noqa: PLC0415
+    from lightning_topt.plan.plan_search import SearchRequest, search_plans  # noqa: PLC0415
+    from lightning_topt.plugins.planning import make_fake_optimizers  # noqa: PLC0415
+
+    warnings.simplefilter("ignore")
+    layers, hidden, heads, devices, name, samples, steps, epsilon = case
+    module: Any = build_on_meta(lambda: ByteGPT(layers, hidden, heads, seq_len=steps))
+    graph = capture(module, torch.zeros(2, steps + 1, dtype=torch.long))
+    optimizers, named = make_fake_optimizers(module, device=torch.device("cpu"))
+    profile = read_optimizer(optimizers, named_parameters=named)
+    cluster = cluster_of(name)
+
+    def search(*, pipelines: bool) -> tuple[float, Any]:
+        wanted = PipelineRequest() if pipelines else None
+        request = SearchRequest(
+            graph, cluster, profile, (devices,), samples, pipelines=wanted, epsilon=epsilon, max_seconds=120.0
+        )
+        started = time.process_time()
+        found = search_plans(request)
+        return time.process_time() - started, found
+
+    search(pipelines=True)
+    runs = [search(pipelines=True) for _ in range(RUNS)]
+    found = runs[0][1]
+    return {
+        "seconds": [seconds for seconds, _ in runs],
+        "points": len(found.points),
+        "staged": sum(point.plan.schedule is not None for point in found.points),
+        "error": found.error_bound,
+        "without": [search(pipelines=False)[0] for _ in range(RUNS)],
+        "frontier": [(point.step_seconds, point.peak_bytes) for point in found.points],
+    }
+
+
+def cluster_of(name: str) -> Any:
+    """Return a cluster of `conf/cluster`, or one of its kind with more nodes."""
+    from dataclasses import replace  # noqa: PLC0415
+
+    from lightning_topt.costs.cluster import Cluster  # noqa: PLC0415
+
+    file, nodes = NODES.get(name, (name, None))
+    cluster = Cluster.load(ROOT / f"conf/cluster/{file}.yaml")
+    return cluster if nodes is None else replace(cluster, name=name, num_nodes=nodes)
+
+
+def measure_at(checkout: Path, case: tuple[Any, ...]) -> dict[str, Any]:
+    """The same in a new process with the package of `checkout`."""
+    code = (
+        "import json, sys, types; sys.path.insert(0, sys.argv[1]); benchmarks = types.ModuleType('benchmarks');"
+        "benchmarks.__path__ = [sys.argv[2]]; sys.modules['benchmarks'] = benchmarks;"
+        "from benchmarks.pipeline_search import measure; print(json.dumps(measure(*json.loads(sys.argv[3]))))"
+    )
+    command = [sys.executable, "-P", "-c", code, str(checkout), str(ROOT / "benchmarks"), json.dumps(case)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return result
+
+
+def row(case: tuple[Any, ...], mine: dict[str, Any], before: dict[str, Any] | None) -> str:
+    layers, hidden, _, devices, cluster, samples, steps, epsilon = case
+    error = "0 (exact)" if not mine["error"] else f"{100 * mine['error']:.2g} %"
+    cells = [
+        f"{layers} layers of {hidden} on {devices} of {cluster}, {samples} x {steps}",
+        f"{100 * epsilon:g} %",
+        spread(mine["seconds"]),
+        spread(mine["without"]),
+        f"{mine['points']}, {mine['staged']} with stages",
+        error,
+    ]
+    if before is not None:
+        same = "the same" if before["frontier"] == mine["frontier"] else "others"
+        cells += [spread(before["seconds"]), same]
+    return "| " + " | ".join(cells) + " |"
+
+
+def spread(seconds: list[float]) -> str:
+    return f"{min(seconds):.2f}, {statistics.median(seconds):.2f}"
+
+
+def main() -> None:
+    from benchmarks.common import RESULTS, machine  # noqa: PLC0415
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--against", type=Path)
+    against = parser.parse_args().against
+    against = against.resolve() if against else None
+    heads = ["model, cluster, batch", "epsilon", "search", "without pipelines", "plans on the frontier", "error bound"]
+    heads += ["before: search", "frontier"] if against else []
+    lines = [
+        "# Search over pipelines and all data meshes",
+        "",
+        "`python -m benchmarks.pipeline_search" + (" --against <checkout>`" if against else "`"),
+        "",
+        machine(),
+        f"- load average before the run: {os.getloadavg()[0]:.1f}",
+        f"- CPU seconds of one process, minimum and median of {RUNS}, without capture",
+        "- batch: samples of a step over all ranks x steps of a sample",
+        "",
+        "| " + " | ".join(heads) + " |",
+        "|" + "---|" * len(heads),
+    ]
+    for case in CASES:
+        mine = measure_at(ROOT, case)
+        lines.append(row(case, mine, measure_at(against, case) if against else None))
+        print(lines[-1], flush=True)
+    (RESULTS / "pipeline_search.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Sentences on why a chosen plan is not a plainer one: it splits parameters, has stages, or compresses gradients.
+
+Each is "" where that is not so. `fitting` are the plans of as many devices that meet the limits, `peers` all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lightning_topt.basics.units import format_seconds
+from lightning_topt.plan.gradient_exchange import describe_exchange, is_lossy
+from lightning_topt.plan.parallel_plan import ParallelPlan
+
+
+class Point(Protocol):
+    """A plan with its seconds per step."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan."""
+
+
+def why_split(chosen: Point, fitting: Sequence[Point]) -> str:
+    """Return what splitting parameters over ranks is good for."""
+    if not chosen.plan.mesh.tensor_axes:
+        return ""
+    whole = [point for point in fitting if not point.plan.mesh.tensor_axes]
+    words = "parameters are split over ranks inside a node"
+    if not whole:
+        return f"{words}, without which no plan fits"
+    return f"{words}: without that the fastest plan takes {format_seconds(min(point.step_seconds for point in whole))}"
+
+
+def why_staged(chosen: Point, fitting: Sequence[Point]) -> str:
+    """Return what stages are good for."""
+    if chosen.plan.schedule is None:
+        return ""
+    whole = [point for point in fitting if point.plan.schedule is None]
+    words = "the model is cut into stages"
+    if not whole:
+        return f"{words}, without which no plan fits"
+    return f"{words}: without them the fastest plan takes {format_seconds(min(point.step_seconds for point in whole))}"
+
+
+def why_compressed(chosen: Point, peers: Sequence[Point]) -> str:
+    """Return what compression is good for."""
+    exchange = chosen.plan.gradient_exchange
+    if exchange is None or not is_lossy(exchange):
+        return ""
+    words = f"gradients are sent compressed ({describe_exchange(exchange)}), which was allowed and is predicted to be faster"
+    exact = [p for p in peers if p.plan.gradient_exchange is None or not is_lossy(p.plan.gradient_exchange)]
+    if exact:
+        fastest = min(exact, key=lambda p: p.step_seconds)
+        words += f": the fastest plan of the frontier without that takes {format_seconds(fastest.step_seconds)}"
+    return words

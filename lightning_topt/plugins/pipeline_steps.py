@@ -46,7 +46,10 @@ class PipelineSteps:
         mesh = engine.plan.mesh
         self._row = own_group(mesh.groups_along(mesh.pipeline_axes))
         self._teller = _last_rank(engine.plan)
-        self._batches = RowBatches(self._row, device=device)
+        alike = (
+            own_group(mesh.groups_along([*mesh.pipeline_axes, *mesh.tensor_axes])) if mesh.tensor_axes else self._row
+        )
+        self._batches = RowBatches(alike, device=device)
         self._kinds = LossKinds(None)
 
     def example(self, batch: Any) -> Example:

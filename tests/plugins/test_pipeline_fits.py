@@ -81,13 +81,15 @@ def in_order(batch_size: int, **kwargs: Any) -> DataLoader[Any]:
 
 def results_of(trainer: L.Trainer, module: Counted, train: Any, file: Path, **fit: Any) -> dict[str, Any]:
     trainer.fit(module, train, loader(8, length=20), **fit)
-    trainer.save_checkpoint(file)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    tested = trainer.test(module, loader(8), verbose=False)[0]["test_loss"]
+    trainer.save_checkpoint(file)  # also after an evaluation
     return {
         "losses": module.losses,
         "outputs": module.outputs,
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "metrics": metrics,
         "logged": module.logged,
-        "tested": trainer.test(module, loader(8), verbose=False)[0]["test_loss"],
+        "tested": tested,
         "predicted": [batch.tolist() for batch in trainer.predict(module, loader(8, length=20)) or []],
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "plan": getattr(getattr(trainer.strategy, "parallel_plan", None), "to_dict", dict)(),
@@ -241,7 +243,13 @@ def strategies(file: Path) -> dict[str, Any]:
 
 def goes_on(rank: int, folder: Path) -> dict[Any, Any]:
     found = {}
-    for first, then in (("plain", "1f1b"), ("1f1b", "zbv"), ("sharded", "1f1b"), ("1f1b", "zero3"), ("zero1", "the plan in the file")):
+    for first, then in (
+        ("plain", "1f1b"),
+        ("1f1b", "zbv"),
+        ("sharded", "1f1b"),
+        ("1f1b", "zero3"),
+        ("zero1", "the plan in the file"),
+    ):
         torch.manual_seed(0)
         file = folder / f"{first}.ckpt"
         data = loader(8 if first in ("plain", "1f1b", "zbv", "sharded") else 4, length=32)

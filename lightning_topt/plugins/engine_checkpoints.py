@@ -31,8 +31,9 @@ class EngineCheckpoints(ExchangeSteps):
     """Files are those of ``ddp``, with the plan beside them, whenever they are written; or folders of shards.
 
     `checkpoint_form` (``"full"`` or ``"sharded"``) says which are written; both are read. `_engine` runs the plan while
-    `_running`; `_fitted` is the one of the last fit, which knows its optimizers, when an evaluation has one of its own. A state that is loaded before there is an engine is kept in `_resumed` for it; where `_holds_back`, optimizers
-    get all but their tensors, which may be too large to be whole on the device.
+    `_running`; `_fitted` is that of the last fit, which knows its optimizers: an evaluation may have one of its own. A state
+    that is loaded before there is an engine is kept in `_resumed` for it; where `_holds_back`, optimizers get all but their
+    tensors, which may be too large to be whole on the device.
     """
 
     parallel_plan: ParallelPlan | None = None

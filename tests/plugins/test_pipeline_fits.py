@@ -261,7 +261,8 @@ def goes_on(rank: int, folder: Path) -> dict[Any, Any]:
         module = Counted()
         data = loader(4 if then == "zero3" else 8, length=32)
         make_trainer(strategies(folder / "1f1b.ckpt")[then], devices=2, max_epochs=2).fit(module, data, ckpt_path=file)
-        found[first, then] = module.losses, {name: value.clone() for name, value in module.state_dict().items()}
+        state = {name: value.clone() for name, value in module.state_dict().items()}
+        found[first, then] = module.losses, state
     return found
 
 

@@ -134,7 +134,7 @@ class AutoParallelStrategy(DataRanks):
             self._set_up_evaluation(trainer)
             return
         check_agreement(self.request, self.lightning_module)
-        self._engine, self._resumed, self.parallel_plan, self.memory_meter = None, None, None, None
+        self._engine, self._fitted, self._resumed, self.parallel_plan, self.memory_meter = None, None, None, None, None
         self._open_exchange(None)
         # Whole gradients and optimizer state may be too much for what has to be sharded.
         self._holds_back = self.request.may_shard_for_memory(self.lightning_module, self.root_device)
@@ -176,6 +176,7 @@ class AutoParallelStrategy(DataRanks):
         self.setup_optimizers(trainer)
         assert self._engine is not None
         self._engine.attach_optimizers(self.optimizers)
+        self._fitted = self._engine
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
 
@@ -227,6 +228,7 @@ class AutoParallelStrategy(DataRanks):
         self._apply_plan(trainer, batch)
         assert self._engine is not None
         self._engine.attach_optimizers(self.optimizers)
+        self._fitted = self._engine
         self._load_resumed()
 
     @override

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -55,6 +56,9 @@ class DataRanks(EngineCheckpoints):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         mesh = self._known_mesh
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        if not self._running and trainer is not None and trainer.state.fn != TrainerFn.FITTING:
+            mesh = None  # evaluations before a fit run on whole modules, each rank by itself
         if mesh is None or not (mesh.tensor_axes or mesh.pipeline_axes):
             return super().distributed_sampler_kwargs
         return {"num_replicas": mesh.data_parallel_size, "rank": mesh.data_rank(self.global_rank)}

@@ -31,13 +31,15 @@ class EngineCheckpoints(ExchangeSteps):
     """Files are those of ``ddp``, with the plan beside them, whenever they are written; or folders of shards.
 
     `checkpoint_form` (``"full"`` or ``"sharded"``) says which are written; both are read. `_engine` runs the plan while
-    `_running`. A state that is loaded before there is an engine is kept in `_resumed` for it; where `_holds_back`, optimizers
-    get all but their tensors, which may be too large to be whole on the device.
+    `_running`; `_fitted` is that of the last fit, which knows its optimizers: an evaluation may have one of its own. A state
+    that is loaded before there is an engine is kept in `_resumed` for it; where `_holds_back`, optimizers get all but their
+    tensors, which may be too large to be whole on the device.
     """
 
     parallel_plan: ParallelPlan | None = None
     checkpoint_form = "full"
     _engine: Engine | None = None
+    _fitted: Engine | None = None
     _running = False
     _holds_back = False
     _resumed: Mapping[str, Any] | None = None
@@ -64,9 +66,9 @@ class EngineCheckpoints(ExchangeSteps):
             optimizer = optimizer._optimizer
         if self._engine is None and self._holds_back and self._resumed is not None:
             return _whole(self._resumed["optimizer_states"][self.optimizers.index(optimizer)])
-        if self._engine is None:
+        if self._fitted is None:
             return super().optimizer_state(optimizer)
-        return self._engine.optimizer_state(optimizer, full=self.checkpoint_form == "full")
+        return self._fitted.optimizer_state(optimizer, full=self.checkpoint_form == "full")
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

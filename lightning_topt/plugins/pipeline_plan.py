@@ -3,60 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
-
-import lightning.pytorch as pl
-import torch.distributed as dist
 
 from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.compute import KernelKey, estimate_pass_seconds
 from lightning_topt.graph.blocks import choose_blocks
+from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Kernel, OpGraph
+from lightning_topt.plan.choose import choose
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StagePlan
+from lightning_topt.plan.pipeline_search import PipelineRequest
+from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.presets import PRESETS
-from lightning_topt.plugins.batch_parts import count_samples
+from lightning_topt.plugins.batch_parts import count_samples, split_batch
 from lightning_topt.plugins.read_options import PipelinePlan
-from lightning_topt.plugins.searched_plan import RunCosts
 
 MICROBATCHES_PER_RANK = 4  # at most; the bubble of 1F1B is then a fifth of the step, or less
 
 
-def choose_pipeline(
-    trainer: pl.Trainer, batch: Any, given: PipelinePlan, graph: OpGraph, costs: RunCosts
-) -> ParallelPlan:
-    """Return the plan: the blocks of `graph` in stages, whose slowest takes as little time as can be.
-
-    Raises PlanError where there are fewer blocks than stages.
-    """
-    mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
-    num_stages = mesh.pipeline_size * given.per_rank
-    graph = _with_enough_blocks(graph, num_stages)
-    seconds = block_seconds(graph, costs.cluster.device, measured=costs.kernel_seconds)
-    names = list(seconds)
-    if len(names) < num_stages:
-        raise PlanError(
-            f"{type(trainer.lightning_module).__name__} has {len(names)} blocks that can be stages of a pipeline "
-            f"({', '.join(names) or 'none'}), and {num_stages} stages are wanted: choose fewer stages, or let the model "
-            "consist of more submodules that are called one after the other"
-        )
-    storage = PRESETS["ddp"].storage(mesh)
-    again = {block.name for block in graph.blocks if given.recompute and block.recomputable}
-    stages, start = [], 0
-    for stop in cut_evenly([seconds[name] for name in names], num_stages):
-        blocks = [BlockPlan(name, OpConfig(storage, recompute=name in again)) for name in names[start:stop]]
-        stages.append([*blocks, *([] if start else [BlockPlan("", OpConfig(storage))])])
-        start = stop
+def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int]:
+    """Return the first microbatch of `batch`, and how many a batch is to have. Raises ValueError as `split_batch`."""
     count = given.microbatches or choose_microbatches(count_samples(batch), mesh.pipeline_size)
-    return ParallelPlan(
-        mesh,
-        tuple(StagePlan(tuple(blocks)) for blocks in stages),
-        model=graph.model,
-        fingerprint=graph.fingerprint,
-        num_microbatches=count,
-        schedule=given.schedule,
+    return split_batch(batch, count).batches[0], count
+
+
+def choose_pipeline(given: PipelinePlan, mesh: Mesh, search: SearchRequest, *, count: int) -> ParallelPlan:
+    """Return the fastest plan that fits the memory of a device, for `count` microbatches like the captured one.
+
+    `search` has the graph of one microbatch. Raises PlanError where there are fewer blocks than stages, NoPlanFitsError.
+    """
+    num_stages = mesh.pipeline_size * given.per_rank
+    graph = _with_enough_blocks(search.graph, num_stages)
+    seconds = block_seconds(graph, search.cluster.device, measured=search.kernel_seconds)
+    if len(seconds) < num_stages:
+        raise PlanError(
+            f"{graph.model} has {len(seconds)} blocks that can be stages of a pipeline ({', '.join(seconds) or 'none'}), and "
+            f"{num_stages} stages are wanted: choose fewer stages, or let the model consist of more submodules that are called "
+            "one after the other"
+        )
+    frontier = search_plans(
+        replace(
+            search,
+            graph=graph,
+            global_batch_size=graph.batch_size * count * mesh.data_parallel_size,
+            pipelines=PipelineRequest(num_stages, given.schedule, count),
+            exchanges=(),
+        )
     )
+    points = [point for point in frontier.candidates if point.plan.mesh.pipeline_size == mesh.pipeline_size]
+    if not points:  # with these stages on other numbers of ranks there are better ones
+        return _cut_evenly(given, mesh, graph, seconds, count)
+    plan = choose(points, memory_limit=search.cluster.device.memory_bytes).plan
+    return _recomputed(plan, graph) if given.recompute else plan
+
+
+def _recomputed(plan: ParallelPlan, graph: OpGraph) -> ParallelPlan:
+    again = {block.name for block in graph.blocks if block.recomputable}
+
+    def with_it(block: BlockPlan) -> BlockPlan:
+        return replace(block, config=replace(block.config, recompute=True)) if block.block in again else block
+
+    return replace(plan, stages=tuple(StagePlan(tuple(map(with_it, stage.blocks))) for stage in plan.stages))
+
+
+def _cut_evenly(
+    given: PipelinePlan, mesh: Mesh, graph: OpGraph, seconds: Mapping[str, float], count: int
+) -> ParallelPlan:
+    names, storage = list(seconds), PRESETS["ddp"].storage(mesh)
+    stages, start = [], 0
+    for stop in cut_evenly([*seconds.values()], mesh.pipeline_size * given.per_rank):
+        outside = () if start else (BlockPlan("", OpConfig(storage)),)
+        stages.append(StagePlan((*(BlockPlan(name, OpConfig(storage)) for name in names[start:stop]), *outside)))
+        start = stop
+    plan = ParallelPlan(
+        mesh, tuple(stages), graph.model, graph.fingerprint, num_microbatches=count, schedule=given.schedule
+    )
+    return _recomputed(plan, graph) if given.recompute else plan
 
 
 def _with_enough_blocks(graph: OpGraph, count: int) -> OpGraph:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from lightning_topt.communication.topology import own_group
@@ -46,13 +47,17 @@ class PipelineSteps:
         mesh = engine.plan.mesh
         self._row = own_group(mesh.groups_along(mesh.pipeline_axes))
         self._teller = _last_rank(engine.plan)
-        self._batches = RowBatches(self._row, device=device)
+        alike = (
+            own_group(mesh.groups_along([*mesh.pipeline_axes, *mesh.tensor_axes])) if mesh.tensor_axes else self._row
+        )
+        self._batches = RowBatches(alike, device=device)
         self._kinds = LossKinds(None)
 
     def example(self, batch: Any) -> Example:
         """Return a training step on a microbatch of `batch`, for the engine to see what it needs. A collective call."""
         parts = self._parts(batch)
-        passes = _Passes(self, [], scale=1.0, batch_idx=0)
+        takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
+        passes = _Passes(self, [], scale=1.0, batch_idx=0 if takes_index else None)
         return Example(passes.loss, (parts.batches[0],))
 
     def _parts(self, batch: Any) -> Parts:

@@ -17,12 +17,19 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_pl
 from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run
 from lightning_topt.plugins.own_batches import why_no_pipeline, why_no_turns
-from lightning_topt.plugins.pipeline_plan import choose_pipeline
+from lightning_topt.plugins.pipeline_plan import choose_pipeline, microbatch_of
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
 from lightning_topt.plugins.read_options import MeshPlan, PipelinePlan, UniformPlan
-from lightning_topt.plugins.searched_plan import capture_on_ranks, needs_whole_parameters, read_costs, say, search_mesh
+from lightning_topt.plugins.searched_plan import (
+    capture_on_ranks,
+    needs_whole_parameters,
+    read_costs,
+    say,
+    search_mesh,
+    search_request,
+)
 from lightning_topt.plugins.tensor_look import search_default
 
 Decision = tuple[ParallelPlan, Planning | None, str]
@@ -74,11 +81,13 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
 
 
 def _pipeline(request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan) -> ParallelPlan:
-    """A plan with stages for the captured step, which rank 0 makes. A collective call."""
-    on_every_rank(lambda: given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes))
-    graph = capture_on_ranks(trainer, batch)
-    costs = read_costs(request, trainer, graph)
-    plan = ParallelPlan.from_dict(on_rank_0(lambda: choose_pipeline(trainer, batch, given, graph, costs).to_dict()))
+    """A plan with stages for the captured microbatch, which rank 0 searches. A collective call."""
+    ranks = dist.get_world_size()
+    mesh = on_every_rank(lambda: given.mesh(ranks, num_nodes=trainer.num_nodes))
+    part, count = on_every_rank(lambda: microbatch_of(batch, given, mesh))
+    graph = capture_on_ranks(trainer, part)
+    search = search_request(request, trainer, graph, read_costs(request, trainer, graph))
+    plan = ParallelPlan.from_dict(on_rank_0(lambda: choose_pipeline(given, mesh, search, count=count).to_dict()))
     on_every_rank(lambda: _check_features(plan, request, trainer, graph))
     say(plan)
     return plan

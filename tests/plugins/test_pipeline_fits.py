@@ -81,13 +81,15 @@ def in_order(batch_size: int, **kwargs: Any) -> DataLoader[Any]:
 
 def results_of(trainer: L.Trainer, module: Counted, train: Any, file: Path, **fit: Any) -> dict[str, Any]:
     trainer.fit(module, train, loader(8, length=20), **fit)
-    trainer.save_checkpoint(file)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    tested = trainer.test(module, loader(8), verbose=False)[0]["test_loss"]
+    trainer.save_checkpoint(file)  # also after an evaluation
     return {
         "losses": module.losses,
         "outputs": module.outputs,
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "metrics": metrics,
         "logged": module.logged,
-        "tested": trainer.test(module, loader(8), verbose=False)[0]["test_loss"],
+        "tested": tested,
         "predicted": [batch.tolist() for batch in trainer.predict(module, loader(8, length=20)) or []],
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "plan": getattr(getattr(trainer.strategy, "parallel_plan", None), "to_dict", dict)(),
@@ -217,10 +219,20 @@ def test_rows_of_pipelines_share_the_data_and_stop_together(tmp_path: Path) -> N
     saved = torch.load(tmp_path / "rows" / "best.ckpt", weights_only=False)
     restored = Counted()
     restored.load_state_dict(saved["state_dict"])  # in plain Lightning
+    for counted in on_ranks(evaluates_first):
+        assert counted == [16.0]
 
 
-def strategies() -> dict[str, Any]:
+def evaluates_first(rank: int) -> list[float]:
+    module = Counted()
+    make_trainer(pipeline(2), devices=2).validate(module, loader(4, length=16), verbose=False)
+    return module.logged
+
+
+def strategies(file: Path) -> dict[str, Any]:
+    plan = torch.load(file, weights_only=False)["lightning_topt"]["plan"] if file.exists() else None
     return {
+        "the plan in the file": AutoParallelStrategy(plan=plan),
         "1f1b": pipeline(2, microbatches=2),
         "zbv": pipeline(2, schedule="zbv", microbatches=4),
         "sharded": pipeline(2, microbatches=2, checkpoint="sharded"),
@@ -231,19 +243,26 @@ def strategies() -> dict[str, Any]:
 
 def goes_on(rank: int, folder: Path) -> dict[Any, Any]:
     found = {}
-    for first, then in (("plain", "1f1b"), ("1f1b", "zbv"), ("sharded", "1f1b"), ("1f1b", "zero3"), ("zero1", "zbv")):
+    for first, then in (
+        ("plain", "1f1b"),
+        ("1f1b", "zbv"),
+        ("sharded", "1f1b"),
+        ("1f1b", "zero3"),
+        ("zero1", "the plan in the file"),
+    ):
         torch.manual_seed(0)
         file = folder / f"{first}.ckpt"
         data = loader(8 if first in ("plain", "1f1b", "zbv", "sharded") else 4, length=32)
         if not file.exists():
-            trainer = make_trainer(strategies()[first], devices=2, max_epochs=1)
+            trainer = make_trainer(strategies(file)[first], devices=2, max_epochs=1)
             trainer.fit(Counted(), data)
             trainer.save_checkpoint(file)
         torch.manual_seed(1)
         module = Counted()
         data = loader(4 if then == "zero3" else 8, length=32)
-        make_trainer(strategies()[then], devices=2, max_epochs=2).fit(module, data, ckpt_path=file)
-        found[first, then] = module.losses, {name: value.clone() for name, value in module.state_dict().items()}
+        make_trainer(strategies(folder / "1f1b.ckpt")[then], devices=2, max_epochs=2).fit(module, data, ckpt_path=file)
+        state = {name: value.clone() for name, value in module.state_dict().items()}
+        found[first, then] = module.losses, state
     return found
 
 

@@ -1,6 +1,6 @@
 """Step time of pipelines: the engine with an unmodified module against torch.distributed.pipelining with stages cut by hand.
 
-    python -m benchmarks.pipeline_overhead [--ranks 2 4] [--width 256 768] [--rounds 9]
+    python -m benchmarks.pipeline_overhead [--ranks 2 4] [--width 128 384] [--rounds 9]
 
 Both run the same Transformer layers as the same stages under the same schedule, on the same ranks, in turn; forward and
 backward of all microbatches. The median over rounds of the ratio of two neighbours is shown with its quartiles.
@@ -18,7 +18,7 @@ import pstats
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +186,8 @@ def timed(step: Step, count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def run_cases(ranks: int, cases: Sequence[tuple[str, int]], args: Any) -> list[tuple[str, int, list[list[float]]]]:
-    """Run the cases on so many ranks."""
+def run_cases(ranks: int, cases: Sequence[tuple[str, int]], args: Any) -> Iterator[tuple[str, int, list[list[float]]]]:
+    """Run the cases on so many ranks; yields schedule, width and pairs of seconds."""
     context = mp.get_context("fork")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -195,10 +195,10 @@ def run_cases(ranks: int, cases: Sequence[tuple[str, int]], args: Any) -> list[t
         processes = [context.Process(target=measure, args=(rank, *given)) for rank in range(ranks)]
         for process in processes:
             process.start()
-        found = [results.get(timeout=600) for _ in cases]
+        for _ in cases:
+            yield results.get(timeout=600)
         for process in processes:
             process.join()
-    return found
 
 
 def line(ranks: int, name: str, width: int, pairs: list[list[float]]) -> str:
@@ -212,10 +212,10 @@ def main() -> None:
     """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--width", type=int, nargs="+", default=[256, 768])
+    parser.add_argument("--width", type=int, nargs="+", default=[128, 384])
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--count", type=int, default=3, help="steps in a round")
+    parser.add_argument("--count", type=int, default=2, help="steps in a round")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--batch", type=int, default=2, help="sequences in a microbatch")

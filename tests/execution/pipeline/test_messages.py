@@ -1,0 +1,106 @@
+"""Messages around the actions of a schedule: both ends of a channel agree on their order, and none comes late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from lightning_topt.execution.pipeline.messages import LOOKAHEAD, Around, Crossings, Message, around_actions
+from lightning_topt.graph.step_flow import LeafSpec, TensorRef
+from lightning_topt.schedules.forward_only import forward_schedule
+from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
+from lightning_topt.schedules.schedule import Schedule
+
+TRAINED = LeafSpec((2, 3), (3, 1), torch.float32, True)
+INDEX = LeafSpec((2,), (1,), torch.int64, False)
+
+
+def crossings_of(num_stages: int) -> Crossings:
+    """One call in each stage: its output goes to the next stage, that of the first to all, with an index."""
+    targets = {TensorRef(stage, 0): (stage + 1,) for stage in range(num_stages - 1)}
+    targets[TensorRef(0, 0)] = targets[TensorRef(0, 1)] = tuple(range(1, num_stages))
+    specs = {ref: INDEX if ref.leaf else TRAINED for ref in targets}
+    return Crossings(targets, specs, tuple(range(num_stages)))
+
+
+def schedules() -> list[Schedule]:
+    found = []
+    for name, rule in SCHEDULES.items():
+        for ranks in (2, 3, 4):
+            for count in (1, 2, 5, 8):
+                for stages in {rule.least_stages, rule.most_stages or 3}:
+                    found.append(make_schedule(name, num_ranks=ranks, num_microbatches=count, stages_per_rank=stages))
+    return [*found, forward_schedule((0, 1, 2, 2, 1, 0), 4)]
+
+
+def channel(message: Message) -> tuple[int, int, bool]:
+    return message.sender, message.receiver, message.is_gradient
+
+
+def check(schedule: Schedule) -> None:
+    crossings = [crossings_of(schedule.num_stages)] * schedule.num_microbatches
+    ranks = [around_actions(schedule, crossings, rank=rank) for rank in range(schedule.num_ranks)]
+    sent, begun = {}, {}
+    for rank, steps in enumerate(ranks):
+        assert tuple(step.action for step in steps) == schedule.actions[rank]
+        known: set[Message] = set()
+        for index, step in enumerate(steps):
+            known |= set(step.begins)
+            assert all(message.sender == rank or message in known for message in step.needs)
+            assert all(m.used == index and m.receiver == rank for m in step.needs)
+            assert all(m.made == index and m.sender == rank for m in step.sends)
+            for message in step.begins:
+                begun.setdefault(channel(message), []).append(message)
+            for message in step.sends:
+                if message.receiver != rank:
+                    sent.setdefault(channel(message), []).append(message)
+    assert sent == begun, "the order of a channel"
+    per_microbatch = 3 * schedule.num_stages - 4 if schedule.num_stages > 1 else 0
+    backward = schedule.name != "forward"
+    local = sum(m.sender == m.receiver for steps in ranks for step in steps for m in step.sends)
+    trained = 2 * schedule.num_stages - 3
+    expected = schedule.num_microbatches * (per_microbatch + trained * backward)
+    assert sum(map(len, sent.values())) + local == expected
+    run_to_the_end(ranks)
+    ends = sorted(stage for steps in ranks for step in steps for stage in step.ends)
+    assert ends == (list(range(schedule.num_stages)) if backward else [])
+
+
+def run_to_the_end(ranks: Sequence[Sequence[Around]]) -> None:
+    """Sends do not block; a rank waits for what it needs."""
+    places, here = [0] * len(ranks), set()
+    while any(place < len(steps) for place, steps in zip(places, ranks, strict=True)):
+        before = list(places)
+        for rank, steps in enumerate(ranks):
+            while places[rank] < len(steps) and here.issuperset(steps[places[rank]].needs):
+                here |= set(steps[places[rank]].sends)
+                places[rank] += 1
+        assert places != before, "all wait"
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "forward"])
+def test_channels_are_in_one_order_at_both_ends(name: str) -> None:
+    of_name = [schedule for schedule in schedules() if schedule.name == name]
+    assert of_name
+    for schedule in of_name:
+        check(schedule)
+
+
+def test_receives_begin_shortly_before_they_are_needed() -> None:
+    schedule = make_schedule("1f1b", num_ranks=3, num_microbatches=8)
+    chain = Crossings(
+        {TensorRef(s, 0): (s + 1,) for s in range(2)}, {TensorRef(s, 0): TRAINED for s in range(2)}, (0, 1, 2)
+    )
+    for rank in range(3):
+        steps = around_actions(schedule, [chain] * 8, rank=rank)
+        for index, step in enumerate(steps):
+            assert all(message.used - index <= LOOKAHEAD for message in step.begins)
+    middle = around_actions(schedule, [chain] * 8, rank=1)
+    open_at_once, waiting = [], 0
+    for step in middle:
+        waiting += len(step.begins)
+        open_at_once.append(waiting)
+        waiting -= len(step.needs)
+    assert waiting == 0 and max(open_at_once) <= 3, "buffers for the next passes, not for all microbatches"

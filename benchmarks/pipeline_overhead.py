@@ -1,6 +1,6 @@
 """Step time of pipelines: the engine with an unmodified module against torch.distributed.pipelining with stages cut by hand.
 
-    python -m benchmarks.pipeline_overhead [--ranks 2 4] [--width 256 768] [--rounds 9]
+    python -m benchmarks.pipeline_overhead [--ranks 2 4] [--width 128 384] [--rounds 9]
 
 Both run the same Transformer layers as the same stages under the same schedule, on the same ranks, in turn; forward and
 backward of all microbatches. The median over rounds of the ratio of two neighbours is shown with its quartiles.
@@ -18,7 +18,7 @@ import pstats
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ SCHEDULES: dict[str, tuple[Any, int]] = {
 }
 SPLIT = ("zero_bubble", "interleaved_zero_bubble", "zbv")
 Step = Callable[[], None]
+Pairs = list[list[tuple[float, float]]]  # by round, ours and theirs: seconds, and those of processors
 
 
 class Stack(nn.Module):
@@ -176,18 +177,21 @@ def measure(rank: int, ranks: int, store: str, cases: Sequence[tuple[str, int]],
     dist.destroy_process_group()
 
 
-def timed(step: Step, count: int) -> float:
-    """Return the seconds of one of `count` steps, all ranks having finished."""
+def timed(step: Step, count: int) -> tuple[float, float]:
+    """Return the seconds of one of `count` steps, all ranks having finished, and those of all ranks' processors."""
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     for _ in range(count):
         step()
-    dist.barrier()
-    return (time.perf_counter() - start) / count
+    of_all = torch.tensor([time.process_time() - used], dtype=torch.float64)
+    dist.all_reduce(of_all)
+    return (time.perf_counter() - start) / count, float(of_all) / count
 
 
-def run_cases(ranks: int, cases: Sequence[tuple[str, int]], args: Any) -> list[tuple[str, int, list[list[float]]]]:
-    """Run the cases on so many ranks."""
+def run_cases(
+    ranks: int, cases: Sequence[tuple[str, int]], args: Any
+) -> Iterator[tuple[str, int, list[list[tuple[float, float]]]]]:
+    """Run the cases on so many ranks; yields schedule, width and pairs of seconds."""
     context = mp.get_context("fork")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -195,27 +199,30 @@ def run_cases(ranks: int, cases: Sequence[tuple[str, int]], args: Any) -> list[t
         processes = [context.Process(target=measure, args=(rank, *given)) for rank in range(ranks)]
         for process in processes:
             process.start()
-        found = [results.get(timeout=600) for _ in cases]
+        for _ in cases:
+            yield results.get(timeout=600)
         for process in processes:
             process.join()
-    return found
 
 
-def line(ranks: int, name: str, width: int, pairs: list[list[float]]) -> str:
+def line(ranks: int, name: str, width: int, pairs: Pairs) -> str:
     """Return a row of the table."""
-    low, middle, high = statistics.quantiles([ours / theirs for ours, theirs in pairs], n=4)
-    our_ms, their_ms = (1e3 * statistics.median(each) for each in zip(*pairs, strict=True))
-    return f"| {name} | {ranks} | {width} | {our_ms:.1f} | {their_ms:.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) |"
+    ratios = []
+    for kind in range(2):
+        low, middle, high = statistics.quantiles([ours[kind] / theirs[kind] for ours, theirs in pairs], n=4)
+        ratios.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
+    our_ms, their_ms = (1e3 * statistics.median(wall for wall, _ in each) for each in zip(*pairs, strict=True))
+    return f"| {name} | {ranks} | {width} | {our_ms:.1f} | {their_ms:.1f} | {' | '.join(ratios)} |"
 
 
 def main() -> None:
     """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--width", type=int, nargs="+", default=[256, 768])
+    parser.add_argument("--width", type=int, nargs="+", default=[128, 384])
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--count", type=int, default=3, help="steps in a round")
+    parser.add_argument("--count", type=int, default=2, help="steps in a round")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--batch", type=int, default=2, help="sequences in a microbatch")
@@ -228,7 +235,7 @@ def main() -> None:
     for ranks in args.ranks:
         for name, width, pairs in run_cases(ranks, [(n, w) for n in args.schedules for w in args.width], args):
             if args.alone:
-                print(f"{args.alone} {name} {ranks} {width}: {1e3 * statistics.median(p[0] for p in pairs):.1f} ms")
+                print(f"{args.alone} {name} {ranks} {width}: {1e3 * statistics.median(p[0][0] for p in pairs):.1f} ms")
                 continue
             rows.append(line(ranks, name, width, pairs))
             print(rows[-1], flush=True)
@@ -243,10 +250,11 @@ def main() -> None:
   {args.batch} x {args.steps} tokens, forward and backward; {args.rounds} rounds of {args.count} steps, both in turn
 
 Stages, schedule and microbatches are the same; gradients were compared. Milliseconds per step: median. Ratio: median of the
-ratios of neighbouring rounds, with its quartiles. The engine's step also gives every rank the losses.
+ratios of neighbouring rounds, with its quartiles; of processor time, that of all ranks together, which other programs on the
+machine hardly change. The engine's step also gives every rank the losses.
 
-| schedule | ranks | width | engine ms | torch ms | engine / torch |
-|---|---|---|---|---|---|
+| schedule | ranks | width | engine ms | torch ms | engine / torch | processor time |
+|---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 """
         )

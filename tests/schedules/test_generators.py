@@ -53,7 +53,7 @@ def is_torch_size(name: str, num_ranks: int, num_microbatches: int) -> bool:
 def test_schedules_are_those_of_torch(name: str) -> None:
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     compared = 0
-    for num_ranks, num_microbatches in itertools.product((2, 3, 4, 8), (1, 2, 3, 4, 5, 8, 10, 12, 16)):
+    for num_ranks, num_microbatches in itertools.product((2, 3, 4, 6), (1, 2, 3, 5, 6, 8, 10)):
         for stages in (SCHEDULES[name].least_stages, 3)[: 1 + (SCHEDULES[name].most_stages is None)]:
             if not is_torch_size(name, num_ranks, num_microbatches):
                 continue
@@ -64,19 +64,19 @@ def test_schedules_are_those_of_torch(name: str) -> None:
             last = len(theirs) - (name == "1f1b")  # torch 2.13 begins at microbatch 1 on the last rank
             assert [list(actions) for actions in ours.actions[:last]] == theirs[:last]
             compared += 1
-    assert compared >= 20
+    assert compared >= 18
 
 
 def sizes() -> list[tuple[str, int, int, int]]:
     found = []
     for name, rule in SCHEDULES.items():
         for stages in [rule.least_stages] if rule.most_stages else [2, 3, 4]:
-            found += [(name, ranks, parts, stages) for ranks in (1, 2, 3, 4, 8) for parts in (1, 2, 3, 4, 7, 8, 13)]
+            found += [(name, ranks, parts, stages) for ranks in (1, 2, 3, 4, 6) for parts in (1, 2, 3, 4, 7, 9)]
     return found
 
 
 def test_every_size_runs_in_the_interpreter() -> None:
-    assert len(sizes()) > 400
+    assert len(sizes()) > 300
     for name, ranks, parts, stages in sizes():
         schedule = make_schedule(name, num_ranks=ranks, num_microbatches=parts, stages_per_rank=stages)
         assert runs(schedule), (name, ranks, parts, stages)

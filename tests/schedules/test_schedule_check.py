@@ -139,7 +139,7 @@ def random_mutation(rows: Rows, draw: random.Random) -> None:
 def test_random_mutations_are_found_exactly_where_the_plain_interpreter_hangs() -> None:
     draw = random.Random(15)
     verdicts = {True: 0, False: 0}
-    for _ in range(1500):
+    for _ in range(800):
         schedule = make_schedule(
             draw.choice(list(SCHEDULES)), num_ranks=draw.randint(1, 4), num_microbatches=draw.randint(1, 5)
         )
@@ -153,4 +153,4 @@ def test_random_mutations_are_found_exactly_where_the_plain_interpreter_hangs() 
             passed = True
         assert passed == runs(changed), changed
         verdicts[passed] += 1
-    assert min(verdicts.values()) > 100
+    assert min(verdicts.values()) > 60

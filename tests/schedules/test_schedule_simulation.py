@@ -49,7 +49,7 @@ def drawn_schedule(draw: random.Random) -> Schedule:
 @pytest.mark.parametrize("overlapped", [True, False])
 def test_times_and_memory_are_those_of_the_slow_twin(overlapped: bool) -> None:
     draw = random.Random(7 + overlapped)
-    for _ in range(250):
+    for _ in range(150):
         schedule = drawn_schedule(draw)
         costs = random_costs(schedule.num_stages, draw, overlapped=overlapped)
         found, twin = simulate(schedule, costs), SlowSimulator(schedule, costs)

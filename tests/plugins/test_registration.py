@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_topt
-from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy
+from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, PipelineStrategy
 from tests.preloaded import preloaded_python
 
 
@@ -31,7 +31,10 @@ STARTS = [("", "popen"), ("_fork", "fork"), ("_spawn", "spawn"), ("_notebook", "
 
 
 @pytest.mark.parametrize(("suffix", "start_method"), STARTS)
-@pytest.mark.parametrize(("name", "kind"), [("topt", AutoParallelStrategy), ("topt_compressed", CompressedDDPStrategy)])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("topt", AutoParallelStrategy), ("topt_compressed", CompressedDDPStrategy), ("topt_pipeline", PipelineStrategy)],
+)
 def test_names(name: str, kind: type[DDPStrategy], suffix: str, start_method: str) -> None:
     assert name + suffix in StrategyRegistry.available_strategies()
     strategy = L.Trainer(strategy=name + suffix, accelerator="cpu", devices=2, logger=False).strategy

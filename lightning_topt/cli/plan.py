@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lightning_topt.cli.example_step import NeedsValues, capture_example
 from lightning_topt.cli.local_ranks import run_on_ranks
-from lightning_topt.cli.searched_meshes import SearchedMeshes
+from lightning_topt.cli.searched_meshes import SearchedMeshes, read_pipelines
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import read_optimizer
@@ -80,6 +80,7 @@ def run(config: DictConfig) -> None:
         capture_seconds=capture_seconds,
         split=example.split if meshes.tensor and unsplit is None else None,
         mesh=meshes.mesh,
+        pipelines=read_pipelines(config),
     )
     search = _with_costs(asked, strategy, trainer, model)
     if search is None:  # another rank of torchrun goes on

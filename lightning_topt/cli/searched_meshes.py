@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import lightning.pytorch as pl
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_topt.basics.argument_checks import check_choice, check_whole
 from lightning_topt.cli.example_step import ExampleStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.choose import PlanFrontier
 from lightning_topt.plan.parallel_plan import PlanError
+from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest, why_unsplit
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.read_options import MeshPlan, read_device_counts, read_mesh
 from lightning_topt.plugins.searched_plan import needs_whole_parameters
+from lightning_topt.schedules.make_schedule import SCHEDULES
 
 _WAY_OUT = "leave out tensor=true"
 
@@ -97,6 +101,26 @@ class SearchedMeshes:
             raise PlanError(f"nothing of this model can be split: {'; '.join(whys.values())}; {_WAY_OUT}")
         sizes = {why: " or ".join(str(size) for size, other in whys.items() if other == why) for why in whys.values()}
         return [f"Left out over {over} ranks of a tensor axis: {why}." for why, over in sizes.items()]
+
+
+def read_pipelines(config: DictConfig) -> PipelineRequest | None:
+    """Read the option ``pipeline``; None where no plan with stages is to be searched. Raises ValueError where it says something
+    else, or a mesh is given too.
+    """
+    given = _plain(config.pipeline)
+    if given in (None, False):
+        return None
+    if config.mesh is not None:
+        raise ValueError("pipeline= searches ranks in a row and data ranks of all sizes: leave out mesh")
+    if given is True:
+        return PipelineRequest()
+    known = [field.name for field in fields(PipelineRequest)]
+    if not isinstance(given, Mapping) or not given or set(given) - set(known):
+        raise ValueError(f"pipeline is true, false, or some of {', '.join(known)}; got {given!r}")
+    if given.get("schedule") is not None:
+        check_choice(given["schedule"], name="pipeline.schedule", allowed=SCHEDULES)
+    numbers = {key: check_whole(value, name=f"pipeline.{key}") for key, value in given.items() if key != "schedule"}
+    return PipelineRequest(**numbers, schedule=given.get("schedule"))
 
 
 def _given_mesh(config: DictConfig, request: PlanRequest) -> MeshPlan | None:

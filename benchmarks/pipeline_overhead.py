@@ -188,9 +188,7 @@ def timed(step: Step, count: int) -> tuple[float, float]:
     return (time.perf_counter() - start) / count, float(of_all) / count
 
 
-def run_cases(
-    ranks: int, cases: Sequence[tuple[str, int]], args: Any
-) -> Iterator[tuple[str, int, list[list[tuple[float, float]]]]]:
+def run_cases(ranks: int, cases: Sequence[tuple[str, int]], args: Any) -> Iterator[tuple[str, int, Pairs]]:
     """Run the cases on so many ranks; yields schedule, width and pairs of seconds."""
     context = mp.get_context("fork")
     results: Any = context.Queue()

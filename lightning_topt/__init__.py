@@ -4,9 +4,9 @@
 
 A stage may import what earlier stages produce, never what later ones do; `communication` (the exchange of gradients),
 `optim` (the shared optimizer step), `data` (caches of samples) and `schedules` (of pipelines) stand beside them, `basics`
-below all. Importing this package registers the strategy names ``"topt"`` and ``"topt_compressed"`` with Lightning, with the
-endings that its ``"ddp"`` has (``"_spawn"``, ``"_find_unused_parameters_true"``); the classes themselves are imported when they
-are first used.
+below all. Importing this package registers the strategy names ``"topt"``, ``"topt_compressed"`` and ``"topt_pipeline"`` with
+Lightning, with the endings that its ``"ddp"`` has (``"_spawn"``, ``"_find_unused_parameters_true"``); the classes themselves
+are imported when they are first used.
 """
 
 import importlib
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_topt.plugins.coordinated_data import CoordinatedDataModule
     from lightning_topt.plugins.local_steps_strategy import LocalStepsStrategy
     from lightning_topt.plugins.parallel_optimizer import ParallelOptimizerStep
+    from lightning_topt.plugins.pipeline_strategy import PipelineStrategy
     from lightning_topt.plugins.stall_monitor import StallMonitor
     from lightning_topt.plugins.tuned_data import TunedDataModule
 
@@ -35,6 +36,7 @@ __all__ = [
     "LocalStepsStrategy",
     "ParallelOptimizerStep",
     "ParallelPlan",
+    "PipelineStrategy",
     "StallMonitor",
     "TunedDataModule",
     "read_sharded_checkpoint",
@@ -48,6 +50,7 @@ _HOMES = {
     "LocalStepsStrategy": "plugins.local_steps_strategy",
     "ParallelOptimizerStep": "plugins.parallel_optimizer",
     "ParallelPlan": "plan.parallel_plan",
+    "PipelineStrategy": "plugins.pipeline_strategy",
     "StallMonitor": "plugins.stall_monitor",
     "TunedDataModule": "plugins.tuned_data",
     "read_sharded_checkpoint": "execution.sharded_checkpoint",

@@ -38,7 +38,7 @@ from lightning_topt.execution.verification_report import print_verification
 from lightning_topt.execution.verify_plan import Verification, verify_plan
 from lightning_topt.graph.meta_build import build_on_meta
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
-from lightning_topt.plugins.read_options import MeshPlan, UniformPlan, read_cluster, read_plan_option
+from lightning_topt.plugins.read_options import MeshPlan, PipelinePlan, UniformPlan, read_cluster, read_plan_option
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ def _plan(config: DictConfig, subject: Subject, cluster: Cluster | None) -> Para
         raise ValueError(
             "say which plan is to be verified: plan=<file>, or a name such as plan=zero3 with ranks=<number>"
         )
-    if isinstance(plan, MeshPlan):
+    if isinstance(plan, MeshPlan | PipelinePlan):
         raise ValueError(
-            "the splits of a mesh are searched when a fit begins: give the plan that it took, which its checkpoints hold, or a "
-            "plan file, such as topt plan mesh={data:2,tensor:4} writes"
+            "the splits of a mesh and the stages of a pipeline are found when a fit begins: give the plan that it took, which "
+            "its checkpoints hold, or a plan file, such as topt plan mesh={data:2,tensor:4} writes"
         )
     if isinstance(plan, UniformPlan):
         ranks, nodes = _ranks(config, cluster)

@@ -15,32 +15,39 @@ PLAIN = (str, bytes, int, float, complex, type(None))
 CONTAINERS = (Tensor, Mapping, list, tuple, collections.deque)
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of a batch with `function` applied to the tensors in mappings, sequences, dataclasses and objects."""
+def _nothing(_: Any) -> bool:
+    return False
+
+
+def map_tensors(value: Any, function: Callable[[Any], Any], *, also: Callable[[Any], bool] = _nothing) -> Any:
+    """Return a copy of a batch with `function` applied to the tensors in mappings, sequences, dataclasses and objects.
+
+    It is applied as well to values for which `also` holds.
+    """
     if isinstance(value, PLAIN):
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or also(value):
         return function(value)
     if isinstance(value, PackedSequence):
         # Its constructor would permute again what is sorted already.
-        return tuple.__new__(type(value), [map_tensors(item, function) for item in value])
+        return tuple.__new__(type(value), [map_tensors(item, function, also=also) for item in value])
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
+        return type(value)(*(map_tensors(item, function, also=also) for item in value))
     if isinstance(value, collections.deque):
-        return type(value)((map_tensors(item, function) for item in value), value.maxlen)
+        return type(value)((map_tensors(item, function, also=also) for item in value), value.maxlen)
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function) for item in value)
+        return type(value)(map_tensors(item, function, also=also) for item in value)
     if isinstance(value, Mapping):
         copied: Any = copy.copy(value) if isinstance(value, MutableMapping) else dict(value)
         for key, item in value.items():
-            copied[key] = map_tensors(item, function)
+            copied[key] = map_tensors(item, function, also=also)
         return copied
     fields = _fields(value)
     if not any(True for _ in tensors_in(fields)):
         return value
     copied = copy.copy(value)
     for key, item in fields.items():
-        object.__setattr__(copied, key, map_tensors(item, function))
+        object.__setattr__(copied, key, map_tensors(item, function, also=also))
     return copied
 
 

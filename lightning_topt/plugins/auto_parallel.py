@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -36,6 +33,7 @@ from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import check_agreement
 from lightning_topt.plugins.read_options import (
+    PipelinePlan,
     check_planner_options,
     read_cluster,
     read_memory_limit,
@@ -66,9 +64,9 @@ class AutoParallelStrategy(DataRanks):
         objective: ``"time"`` (fastest step within the limit) or ``"memory"`` (least memory). None: time, where it can be
             planned.
         plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or the name of a uniform plan:
-            ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"tensor"``, each also with ``"+recompute"``. A mapping such as
-            ``{"mesh": {"data": 2, "tensor": 4}}`` searches on that mesh. Ranks along a tensor axis get the same samples, unless
-            the plan has microbatches.
+            ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"tensor"``, ``"pipeline"``, each also with ``"+recompute"``. A
+            mapping such as ``{"mesh": {"data": 2, "tensor": 4}}`` searches on that mesh. Ranks along a tensor axis get the same
+            samples, unless the plan has microbatches, and so do those along a pipeline.
         cluster: a `Cluster`, its YAML file, or a mapping; None measures the one it runs on (about two seconds, the first
             time).
         memory_margin: share by which a prediction must stay below the limit, for what the cost model does not see.
@@ -96,7 +94,7 @@ class AutoParallelStrategy(DataRanks):
         *,
         memory_limit: int | float | str | None = None,
         objective: str | None = None,
-        plan: ParallelPlan | Mapping[str, Any] | str | Path | None = None,
+        plan: ParallelPlan | PipelinePlan | Mapping[str, Any] | str | Path | None = None,
         cluster: Cluster | Mapping[str, Any] | str | Path | None = None,
         memory_margin: float = 0.05,
         allow_compression: Allow = False,
@@ -148,13 +146,13 @@ class AutoParallelStrategy(DataRanks):
             if not self.request.needs_batch(self.lightning_module):
                 self._plan(trainer, None)
             if self.parallel_plan is not None and self.parallel_plan.keeps_gradients_whole:
-                self._start_plan(trainer)
+                self._start_plan(trainer, None)
 
     def _set_up_evaluation(self, trainer: pl.Trainer) -> None:
         """As ddp does; where the last fit evaluated in shards, in these again, which the device is known to hold."""
         self._open_exchange(None)
         plan = self.parallel_plan
-        if plan is None or plan.keeps_gradients_whole or plan.num_microbatches > 1:
+        if plan is None or plan.keeps_gradients_whole or (plan.num_microbatches > 1 and plan.schedule is None):
             super().setup(trainer)
             return
         assert self.accelerator is not None and self.lightning_module is not None
@@ -172,8 +170,9 @@ class AutoParallelStrategy(DataRanks):
             self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(self.model)
         self.optimizers = []  # those of an earlier fit
-        self._plan(trainer, example_batches(trainer)[0])
-        self._apply_plan(trainer)
+        batch = example_batches(trainer)[0]
+        self._plan(trainer, batch)
+        self._apply_plan(trainer, batch)
         self.setup_optimizers(trainer)
         assert self._engine is not None
         self._engine.attach_optimizers(self.optimizers)
@@ -187,7 +186,7 @@ class AutoParallelStrategy(DataRanks):
             trainer = self.lightning_module.trainer
             if self.parallel_plan is None:
                 self._plan(trainer, batch)
-            self._start_plan(trainer)
+            self._start_plan(trainer, batch)
         super().on_train_batch_start(batch, batch_idx)
 
     def _plan(self, trainer: pl.Trainer, batch: Any) -> None:
@@ -203,7 +202,7 @@ class AutoParallelStrategy(DataRanks):
             self.memory_meter = MemoryMeter(self.root_device)
             self.memory_meter.mark_base(self.lightning_module, self.optimizers)
 
-    def _apply_plan(self, trainer: pl.Trainer) -> None:
+    def _apply_plan(self, trainer: pl.Trainer, batch: Any = None) -> None:
         plan, module = self.parallel_plan, self.lightning_module
         assert plan is not None and module is not None
         if not plan.keeps_gradients_whole:
@@ -211,21 +210,21 @@ class AutoParallelStrategy(DataRanks):
             release_free_memory()  # DDP's buckets
         wrapped = self.model if isinstance(self.model, DistributedDataParallel) else None
         self._engine = Engine(plan, module, device=self.root_device, options=self._run_options())
-        self.model = self._engine.apply(wrapped=wrapped)
+        self.model = self._engine.apply(wrapped=wrapped, example=self._example_of(batch))
         self._open_exchange(self._engine.exchange)
         if self.exchange is not None:
             add_monitor(trainer)
-        if self._engine.has_shards:
-            self._unclip = clip_sharded(self.precision_plugin, device=self.root_device, slices=self._engine.slices_of)
+        if self._holds_parts:
+            self._unclip = clip_sharded(self.precision_plugin, self._engine)
         module.to(self.root_device)
         self._running = True
         self._take_turns()
         self._group_metrics(module)
 
-    def _start_plan(self, trainer: pl.Trainer) -> None:
+    def _start_plan(self, trainer: pl.Trainer, batch: Any) -> None:
         """Apply the plan to a module and to optimizers that are set up."""
         self._waits_for_batch = False
-        self._apply_plan(trainer)
+        self._apply_plan(trainer, batch)
         assert self._engine is not None
         self._engine.attach_optimizers(self.optimizers)
         self._load_resumed()
@@ -270,13 +269,13 @@ class AutoParallelStrategy(DataRanks):
 
     @override
     def teardown(self) -> None:
-        self._waits_for_batch = False
+        self._waits_for_batch, holds_parts = False, self._holds_parts
         self._ungroup_metrics()
         self._end_turns(failed=self._failed)
         if self._unclip is not None:
             self._unclip()
             self._unclip = None
-        if self._failed and self._engine is not None and self._engine.has_shards:
+        if self._failed and holds_parts:
             # The other ranks may be anywhere: collecting the parameters could wait for them. They stay in shards.
             self._running = False
         if self._engine is not None and self._running:
@@ -291,36 +290,6 @@ class AutoParallelStrategy(DataRanks):
             if isinstance(model, DistributedDataParallel):
                 self.model = model  # the superclass unwraps it
         super().teardown()
-
-    # ---- steps ----------------------------------------------------------------------------------------------------
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation():
-            return self._whole(super().validation_step(*args, **kwargs))
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation():
-            return self._whole(super().test_step(*args, **kwargs))
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation():
-            return self._whole(super().predict_step(*args, **kwargs))
-
-    @contextmanager
-    def _evaluation(self) -> Generator[None, None, None]:
-        if self._engine is None or self._turns is not None:
-            yield
-            return
-        if not self._engine.has_shards:
-            with self._around_step():
-                yield
-            return
-        # Parameters gathered in inference mode would be inference tensors, which the next training step cannot update.
-        with torch.inference_mode(False), torch.no_grad(), self._around_step():
-            yield
 
     # ---- registration ---------------------------------------------------------------------------------------------
 

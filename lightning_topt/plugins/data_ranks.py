@@ -1,14 +1,16 @@
-"""Ranks along tensor axes are one to the data: they get the same samples, and count once in what is averaged or gathered.
+"""Ranks along tensor axes, and those that run the stages of one pipeline, are one to the data: they get the same samples, and
+count once in what is averaged or gathered.
 
-Under a plan with microbatches each of them has its own samples, as under ddp, and they run these in turns.
+Under a plan with microbatches each rank of a tensor group has its own samples, as under ddp, and they run these in turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -16,40 +18,51 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_topt.communication.topology import own_group
+from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.engine_checkpoints import EngineCheckpoints
-from lightning_topt.plugins.read_options import GivenPlan, MeshPlan
+from lightning_topt.plugins.pipeline_steps import PipelineSteps
+from lightning_topt.plugins.read_options import GivenPlan, MeshPlan, PipelinePlan
 from lightning_topt.plugins.turns import Turns
 
 Output = TypeVar("Output")
 
 
 class DataRanks(EngineCheckpoints):
-    """A strategy whose mesh may have tensor axes: `_known_mesh` as soon as the plan is given, before there is an engine.
+    """A strategy whose mesh may have tensor axes or stages: `_known_mesh` as soon as the plan is given, before the engine.
 
-    It is None where every rank has its own samples; `_turns` are there while a plan of that kind runs.
+    It is None where every rank has its own samples; `_turns` are there while a plan of that kind runs, `_pipeline` while one
+    with stages does.
     """
 
     _given_plan: GivenPlan | None = None
     _metrics: tuple[Metric, ...] = ()
     _turns: Turns | None = None
+    _pipeline: PipelineSteps | None = None
     _accumulates = False
+    _example: Example | None = None  # of the last fit under a plan with stages
 
     @property
     def _known_mesh(self) -> Mesh | None:
         plan = self.parallel_plan or self._given_plan
-        if isinstance(plan, MeshPlan):
+        if isinstance(plan, MeshPlan | PipelinePlan):
             return plan.mesh(self.world_size, num_nodes=self.num_nodes)
-        return plan.mesh if isinstance(plan, ParallelPlan) and plan.num_microbatches == 1 else None
+        is_alike = isinstance(plan, ParallelPlan) and (plan.num_microbatches == 1 or plan.schedule is not None)
+        return plan.mesh if isinstance(plan, ParallelPlan) and is_alike else None
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         mesh = self._known_mesh
-        if mesh is None or not mesh.tensor_axes:
+        if mesh is None or not (mesh.tensor_axes or mesh.pipeline_axes):
             return super().distributed_sampler_kwargs
         return {"num_replicas": mesh.data_parallel_size, "rank": mesh.data_rank(self.global_rank)}
+
+    @property
+    def _holds_parts(self) -> bool:
+        """Whether this rank holds a part of the parameters alone."""
+        return self._pipeline is not None or (self._engine is not None and self._engine.has_shards)
 
     @property
     def _data_group(self) -> dist.ProcessGroup | None:
@@ -79,27 +92,45 @@ class DataRanks(EngineCheckpoints):
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
+    def _example_of(self, batch: Any) -> Example | None:
+        """Return a step for an engine that is to run stages, and get ready for them; None for other plans. Collective."""
+        plan, module, engine = self.parallel_plan, self.lightning_module, self._engine
+        assert plan is not None and module is not None and engine is not None
+        self._pipeline = None
+        if plan.schedule is None:
+            return None
+        self._pipeline = PipelineSteps(engine, module, precision=self.precision_plugin, device=self.root_device)
+        if batch is not None:
+            self._example = self._pipeline.example(batch)
+        return self._example
+
     def _take_turns(self) -> None:
         """Begin to run a plan, which the engine has applied; in turns, if it has microbatches. A collective call."""
         plan, module, engine = self.parallel_plan, self.lightning_module, self._engine
         assert plan is not None and module is not None and engine is not None
         self._turns = None
-        if plan.num_microbatches > 1:
+        if plan.num_microbatches > 1 and plan.schedule is None:
             group = own_group(plan.mesh.groups_along(plan.mesh.tensor_axes))
             self._turns = Turns(engine, module, group, device=self.root_device)
 
     def _end_turns(self, *, failed: bool) -> None:
         if self._turns is not None and not failed:
             self._turns.end_evaluation()
-        self._turns = None
+        self._turns, self._pipeline = None, None
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         self._accumulates = True
         try:
-            with super().block_backward_sync() if self._engine is None or not self._running else self._engine.no_sync():
-                yield
+            if self._pipeline is not None:
+                yield  # gradients that wait aside are exchanged by then, those of each batch
+            elif self._engine is not None and self._running:
+                with self._engine.no_sync():
+                    yield
+            else:
+                with super().block_backward_sync():
+                    yield
         finally:
             self._accumulates = False
 
@@ -125,6 +156,9 @@ class DataRanks(EngineCheckpoints):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._pipeline is not None:
+            found: STEP_OUTPUT = self._pipeline.training_step(*args, *kwargs.values())
+            return found
         if self._turns is None:
             return self._one_step(args, kwargs)
         output: STEP_OUTPUT = self._turns.training_step(self._one_step, (args, kwargs), exchanges=not self._accumulates)
@@ -133,6 +167,39 @@ class DataRanks(EngineCheckpoints):
     def _one_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
         with self._around_step():
             return self._whole(super().training_step(*args, **kwargs))
+
+    # ---- evaluation -----------------------------------------------------------------------------------------------
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated("validation_step", super().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated("test_step", super().test_step, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated("predict_step", super().predict_step, args, kwargs)
+
+    def _evaluated(self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._evaluation():
+            if self._pipeline is not None:
+                return self._pipeline.evaluation_step(name, *args, *kwargs.values())
+            return self._whole(step(*args, **kwargs))
+
+    @contextmanager
+    def _evaluation(self) -> Generator[None, None, None]:
+        if self._engine is None or self._turns is not None:
+            yield
+            return
+        if not self._holds_parts:
+            with self._around_step():
+                yield
+            return
+        # Parameters gathered in inference mode would be inference tensors, which the next training step cannot update.
+        with torch.inference_mode(False), torch.no_grad(), self._around_step():
+            yield
 
     def _whole(self, output: Output) -> Output:
         """Hooks and predictions get whole tensors."""

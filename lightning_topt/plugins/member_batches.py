@@ -78,13 +78,40 @@ def values_of_members(value: Any, group: dist.ProcessGroup, *, device: torch.dev
             _broadcast([tensor.detach() for tensor in packer.tensors], group, member, device)
             yield value
         else:
-            places = [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
-            _broadcast(places, group, member, device)
-            tensors = [
-                tensor.to(device if form.device == device.type else form.device).requires_grad_(form.requires_grad)
-                for tensor, form in zip(places, forms, strict=True)
-            ]
-            yield _Unpacker(io.BytesIO(packed), tensors).load()
+            yield _received(packed, forms, group, member, device)
+
+
+def value_of_member(value: Any, group: dist.ProcessGroup, *, member: int, device: torch.device) -> Any:
+    """Return the `value` that the rank at place `member` of `group` brings; on that rank, itself.
+
+    A collective call. Raises what pickle raises there.
+    """
+    is_own = dist.get_rank(group) == member
+    box: list[Any] = [None]
+    tensors: list[Tensor] = []
+    if is_own:
+        file = io.BytesIO()
+        packer = _Packer(file)
+        packer.dump(value)
+        box, tensors = [(file.getvalue(), packer.forms)], [tensor.detach() for tensor in packer.tensors]
+    dist.broadcast_object_list(box, group=group, group_src=member)
+    packed, forms = box[0]
+    if is_own:
+        _broadcast(tensors, group, member, device)
+        return value
+    return _received(packed, forms, group, member, device)
+
+
+def _received(
+    packed: bytes, forms: Sequence[_Form], group: dist.ProcessGroup, member: int, device: torch.device
+) -> Any:
+    places = [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
+    _broadcast(places, group, member, device)
+    tensors = [
+        tensor.to(device if form.device == device.type else form.device).requires_grad_(form.requires_grad)
+        for tensor, form in zip(places, forms, strict=True)
+    ]
+    return _Unpacker(io.BytesIO(packed), tensors).load()
 
 
 @torch.no_grad()

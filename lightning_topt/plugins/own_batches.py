@@ -1,5 +1,5 @@
-"""Why the ranks of a tensor group cannot take the turns of one another in this fit: a step that another rank ran as well would
-not have been the same, or would have left something behind.
+"""Why the ranks of a tensor group cannot take the turns of one another in this fit, or those of a pipeline not run one step
+together: a step that another rank ran as well would not have been the same, or would have left something behind.
 """
 
 from __future__ import annotations
@@ -50,6 +50,22 @@ def why_no_turns(trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None =
         check_packs(batch)
     except Exception as error:
         return f"its batches cannot be sent ({error})"
+    return None
+
+
+def why_no_pipeline(trainer: pl.Trainer) -> str | None:
+    """Return why the ranks of a pipeline cannot run one step together, as far as that is seen before it runs, as a clause."""
+    module = trainer.lightning_module
+    if any("backward" in vars(cls) for cls in type(module).__mro__ if not is_library(cls.__module__)):
+        return f"{type(module).__name__}.backward would get a loss whose gradients exist already"
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        return "training_step fetches its own batches"
+    if name := _rank_in(module):
+        return f"training_step reads {name}, and the ranks of a pipeline would not run the same step"
+    if any(_is_compiled(part) for part in module.modules()):
+        return "the calls of a compiled module are not seen"
+    if any(isinstance(metric, Metric) and metric.dist_sync_on_step for metric in module.modules()):
+        return "a metric is synchronized in each step"
     return None
 
 

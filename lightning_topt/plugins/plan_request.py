@@ -11,7 +11,7 @@ from lightning_topt.costs.calibrate import device_memory_bytes
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import AllowedExchanges
-from lightning_topt.plugins.read_options import GivenPlan, MeshPlan, UniformPlan
+from lightning_topt.plugins.read_options import GivenPlan, MeshPlan, PipelinePlan, UniformPlan
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class PlanRequest:
     def needs_batch(self, module: pl.LightningModule) -> bool:
         """Return whether the plan depends on how `module` takes a training step."""
         by_name = isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
-        return module.automatic_optimization and (self.plan is None or by_name or isinstance(self.plan, MeshPlan))
+        return module.automatic_optimization and (
+            self.plan is None or by_name or isinstance(self.plan, MeshPlan | PipelinePlan)
+        )
 
     def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:
         """Return whether plain DDP, which starts with whole gradients, may be more than is allowed or more than `device`

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_topt.basics.argument_checks import check_real, check_whole
+from lightning_topt.basics.argument_checks import check_choice, check_real, check_whole
 from lightning_topt.basics.units import parse_bytes
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import shown
@@ -17,6 +17,7 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
 from lightning_topt.plan.presets import PRESETS, Preset
+from lightning_topt.schedules.make_schedule import SCHEDULES
 from lightning_topt.techniques.tensor_parallel.split_layouts import LAYOUTS, layout_axes, layout_named_by
 
 
@@ -92,7 +93,58 @@ class MeshPlan:
             raise PlanError(str(error)) from error
 
 
-GivenPlan = ParallelPlan | UniformPlan | MeshPlan
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The plan of `stages` stages (None: as many as the ranks run) under a schedule, in so many `microbatches` (None: chosen).
+
+    Each rank runs `stages_per_rank` of them (None: the fewest that the schedule takes). Ranks that are left form a data axis.
+    Raises ValueError for wrong numbers and names.
+    """
+
+    stages: int | None = None
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice(self.schedule, name="schedule", allowed=tuple(SCHEDULES))
+        for name in ("stages", "microbatches", "stages_per_rank"):
+            if getattr(self, name) is not None:
+                check_whole(getattr(self, name), name=name)
+        rule, per_rank = SCHEDULES[self.schedule], self.per_rank
+        ranks = max(1, (self.stages or per_rank) // per_rank)
+        problem = rule.problem(num_ranks=ranks, num_microbatches=self.microbatches or 1, stages_per_rank=per_rank)
+        if problem is not None:
+            raise ValueError(problem)
+        if self.stages is not None and self.stages % per_rank:
+            raise ValueError(
+                f"schedule {self.schedule!r} runs {per_rank} stages on each rank, so stages is a multiple of that; got "
+                f"{self.stages}"
+            )
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether no rank holds whole gradients: each has those of its stages."""
+        return True
+
+    @property
+    def per_rank(self) -> int:
+        """Number of stages on each rank."""
+        return SCHEDULES[self.schedule].least_stages if self.stages_per_rank is None else self.stages_per_rank
+
+    def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
+        """Return the mesh: stages along the first axis, parts of the batch along the second. Raises PlanError."""
+        ranks = world_size if self.stages is None else self.stages // self.per_rank
+        if world_size % ranks:
+            raise PlanError(
+                f"{self.stages} stages, {self.per_rank} on each rank, need {ranks} ranks or a multiple of that, and this run "
+                f"has {world_size}: choose another number of stages or of devices"
+            )
+        return MeshPlan((("pipeline", ranks), ("data", world_size // ranks))).mesh(world_size, num_nodes=num_nodes)
+
+
+GivenPlan = ParallelPlan | UniformPlan | MeshPlan | PipelinePlan
 
 
 def read_mesh(sizes: Any) -> MeshPlan:
@@ -112,9 +164,9 @@ def read_mesh(sizes: Any) -> MeshPlan:
     return MeshPlan(tuple(sizes.items()))
 
 
-def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None) -> GivenPlan | None:
+def read_plan_option(plan: ParallelPlan | PipelinePlan | Mapping[str, Any] | str | Path | None) -> GivenPlan | None:
     """Return a plan from any of the forms that users may give it in. Raises PlanError."""
-    if plan is None or isinstance(plan, ParallelPlan):
+    if plan is None or isinstance(plan, ParallelPlan | PipelinePlan):
         return plan
     if isinstance(plan, Mapping) and set(plan) == {"mesh"} and isinstance(plan["mesh"], Mapping):
         return read_mesh(plan["mesh"])
@@ -127,9 +179,12 @@ def read_plan_option(plan: ParallelPlan | Mapping[str, Any] | str | Path | None)
         return UniformPlan(PRESETS[name], suffix == "recompute")
     if name in LAYOUTS and suffix in ("", "recompute"):
         return MeshPlan(preset=name, recompute=suffix == "recompute")
+    if name == "pipeline" and suffix in ("", "recompute"):
+        return PipelinePlan(recompute=suffix == "recompute")
     if not os.path.lexists(plan):
         raise PlanError(
-            f"plan={shown(str(plan))} is neither a file nor one of {sorted([*PRESETS, *LAYOUTS])} (or with '+recompute')"
+            f"plan={shown(str(plan))} is neither a file nor one of {sorted([*PRESETS, *LAYOUTS, 'pipeline'])} (or with "
+            "'+recompute')"
         )
     return ParallelPlan.load(plan)
 

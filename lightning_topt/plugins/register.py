@@ -17,6 +17,8 @@ def register_strategies() -> None:
     register_names("topt", _make_topt, registry=StrategyRegistry, description="Searches and runs a parallel plan")
     compressed = "Data parallelism with compressed gradients"
     register_names("topt_compressed", _make_compressed, registry=StrategyRegistry, description=compressed)
+    pipelines = "Pipelines: the stages of a module on ranks one after the other"
+    register_names("topt_pipeline", _make_pipeline, registry=StrategyRegistry, description=pipelines, unused=False)
     other: Any = sys.modules.get("pytorch_lightning.strategies")
     if other is not None:
         for name in StrategyRegistry.available_strategies():
@@ -24,17 +26,20 @@ def register_strategies() -> None:
                 other.StrategyRegistry.register(name, _refuse, override=True, description="needs `import lightning`")
 
 
-def register_names(name: str, strategy: Callable[..., Any], *, registry: Any, description: str) -> None:
+def register_names(
+    name: str, strategy: Callable[..., Any], *, registry: Any, description: str, unused: bool = True
+) -> None:
     """Register `name` with the endings that Lightning's ``ddp`` has.
 
     ``_fork``, ``_spawn`` and ``_notebook`` are other ways to start ranks; each also with ``_find_unused_parameters_true`` and
-    ``_false``, the latter being what DistributedDataParallel does anyway.
+    ``_false``, the latter being what DistributedDataParallel does anyway; not where `unused` says that it takes none.
     """
     for start, start_method in START_METHODS.items():
-        for unused in ("", "_find_unused_parameters_false", "_find_unused_parameters_true"):
-            options = {"find_unused_parameters": True} if unused.endswith("true") else {}
+        endings = ("", "_find_unused_parameters_false", "_find_unused_parameters_true") if unused else ("",)
+        for ending in endings:
+            options = {"find_unused_parameters": True} if ending.endswith("true") else {}
             registry.register(
-                f"{name}{start}{unused}",
+                f"{name}{start}{ending}",
                 strategy,
                 override=True,
                 description=f"{description}; ranks start by `{start_method}`"
@@ -51,6 +56,10 @@ def _make_topt(**options: Any) -> Any:
 
 def _make_compressed(**options: Any) -> Any:
     return importlib.import_module("lightning_topt.plugins.compressed_ddp").CompressedDDPStrategy(**options)
+
+
+def _make_pipeline(**options: Any) -> Any:
+    return importlib.import_module("lightning_topt.plugins.pipeline_strategy").PipelineStrategy(**options)
 
 
 def _refuse(**_: Any) -> NoReturn:

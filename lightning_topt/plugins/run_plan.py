@@ -16,12 +16,13 @@ from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
 from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run
-from lightning_topt.plugins.own_batches import why_no_turns
+from lightning_topt.plugins.own_batches import why_no_pipeline, why_no_turns
+from lightning_topt.plugins.pipeline_plan import choose_pipeline
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
-from lightning_topt.plugins.planning_ranks import on_every_rank
-from lightning_topt.plugins.read_options import MeshPlan, UniformPlan
-from lightning_topt.plugins.searched_plan import capture_on_ranks, needs_whole_parameters, search_mesh
+from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
+from lightning_topt.plugins.read_options import MeshPlan, PipelinePlan, UniformPlan
+from lightning_topt.plugins.searched_plan import capture_on_ranks, needs_whole_parameters, read_costs, say, search_mesh
 from lightning_topt.plugins.tensor_look import search_default
 
 Decision = tuple[ParallelPlan, Planning | None, str]
@@ -42,6 +43,8 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         return plain, None, "ddp: manual optimization"
     given = request.plan
     mesh = data_mesh(world_size)
+    if isinstance(given, PipelinePlan):
+        return _pipeline(request, trainer, batch, given), None, "given"
     if isinstance(given, MeshPlan):
         return *search_mesh(request, trainer, batch, given), "given"
     if isinstance(given, UniformPlan):
@@ -70,11 +73,25 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         return plain, None, f"ddp: {reason}"
 
 
+def _pipeline(request: PlanRequest, trainer: pl.Trainer, batch: Any, given: PipelinePlan) -> ParallelPlan:
+    """A plan with stages for the captured step, which rank 0 makes. A collective call."""
+    on_every_rank(lambda: given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes))
+    graph = capture_on_ranks(trainer, batch)
+    costs = read_costs(request, trainer, graph)
+    plan = ParallelPlan.from_dict(on_rank_0(lambda: choose_pipeline(trainer, batch, given, graph, costs).to_dict()))
+    on_every_rank(lambda: _check_features(plan, request, trainer, graph))
+    say(plan)
+    return plan
+
+
 def _check_features(
     plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
 ) -> None:
     levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
     split = {f"{b.block}.{name}".lstrip(".") for b in plan.blocks for name, _ in b.config.parameters}
+
+    if plan.schedule is not None and (reason := why_no_pipeline(trainer)):
+        raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
 
     def would_shard(parameter: str) -> bool:
         return bool(levels[block_of(parameter, levels)]) or parameter in split
@@ -82,8 +99,12 @@ def _check_features(
     shards = not plan.keeps_gradients_whole
     if shards and (reason := needs_whole_parameters(request, trainer, graph, would_shard=would_shard)):
         way_out = "choose a plan without tensor axes" if split else "choose ZeRO level 0 or 1"
+        if plan.schedule is not None:
+            raise PlanError(
+                f"this plan keeps only a stage's parameters on a rank, but {reason}; choose a plan without stages"
+            )
         raise PlanError(f"this plan shards parameters, but {reason}; {way_out}")
-    if plan.num_microbatches > 1 and (reason := why_no_turns(trainer)):
+    if plan.num_microbatches > 1 and plan.schedule is None and (reason := why_no_turns(trainer)):
         raise PlanError(
             f"under this plan ranks run the batches of one another, but {reason}; leave out num_microbatches, or choose a plan "
             "without tensor axes"

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_topt.execution.engine import Engine
 from lightning_topt.optim.full_state import parameters_of
-from lightning_topt.optim.sharded_gradients import agree_on_overflow, clip_norm_, clip_value_
+from lightning_topt.optim.sharded_gradients import agree_on_overflow
 
 
-def clip_sharded(precision: Precision, *, device: torch.device, slices: Callable[[Tensor], int]) -> Callable[[], None]:
-    """Make `precision` clip, unscale and look for overflows over all ranks' shards and slices; the result undoes it."""
+def clip_sharded(precision: Precision, engine: Engine) -> Callable[[], None]:
+    """Make `precision` clip, unscale and look for overflows over all that ranks hold; the result undoes it."""
 
     def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_norm_(parameters_of(optimizer), clip_val, slices=slices)
+        engine.clip_norm(parameters_of(optimizer), clip_val)
 
     def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_value_(parameters_of(optimizer), clip_val)
+        engine.clip_value(parameters_of(optimizer), clip_val)
 
     replaced = {
         name: own
@@ -29,7 +28,7 @@ def clip_sharded(precision: Precision, *, device: torch.device, slices: Callable
     }
     vars(precision).update(replaced)
     scaler = getattr(precision, "scaler", None)
-    unscale_whole = agree_on_overflow(scaler, device) if scaler is not None else None
+    unscale_whole = agree_on_overflow(scaler, engine.device) if scaler is not None else None
 
     def restore() -> None:
         for name, own in replaced.items():

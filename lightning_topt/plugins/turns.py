@@ -45,7 +45,7 @@ class Turns:
         """
         self._buffers.begin(stay_in_sync=exchanges)
         logged, own, last_loss = LoggedLater(self._module), None, None
-        with _gradients_aside(self._module) as gradients:
+        with gradients_aside(self._module) as gradients:
             for member, (batch, states) in enumerate(self._members(args)):
                 is_last = member == self._size - 1
                 with self._turn(member, states, logged), nullcontext() if is_last else self._engine.no_sync():
@@ -102,7 +102,7 @@ Gradients = dict[nn.Parameter, Tensor]
 
 
 @contextmanager
-def _gradients_aside(module: nn.Module) -> Generator[Gradients, None, None]:
+def gradients_aside(module: nn.Module) -> Generator[Gradients, None, None]:
     """Let parameters have no gradients; those that they get go into what is yielded, and they have the former ones again."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     before = [parameter.grad for parameter in parameters]

@@ -1,0 +1,250 @@
+"""Steps of a LightningModule under a plan with stages: its own code on each rank, results and logged values on all of them.
+
+A batch is split into microbatches, which the engine takes through the stages. What the last stage's passes return, log and
+count is combined as one step's would be, and every rank logs it itself, so that callbacks find it everywhere. The engine has
+done backward by then; Lightning clears gradients after `training_step`, so they wait aside until backward of the loss that it
+returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+
+from lightning_topt.communication.topology import own_group
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.graph.structures import map_tensors
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plugins.batch_parts import Parts, doubled, split_batch
+from lightning_topt.plugins.loss_kinds import LossKinds, compare_steps, drawn_since, without_trace
+from lightning_topt.plugins.member_batches import value_of_member
+from lightning_topt.plugins.metric_states import MetricChanges, take_over, uncounted
+from lightning_topt.plugins.pipeline_values import Call, Told, combined_calls, combined_output, replay, telling
+from lightning_topt.plugins.row_batches import RowBatches
+from lightning_topt.plugins.turns import Gradients, gradients_aside, loss_of
+from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
+
+Found = tuple[Any, tuple[Call, ...]]  # what a step returned, and what it told
+_CONTEXTS = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
+
+
+class PipelineSteps:
+    """The steps of `module`, which `engine` runs in stages on `device` as its plan says. Made before the plan is applied."""
+
+    def __init__(
+        self, engine: Engine, module: pl.LightningModule, *, precision: Precision, device: torch.device
+    ) -> None:
+        self._engine, self._module, self._precision, self._device = engine, module, precision, device
+        mesh = engine.plan.mesh
+        self._row = own_group(mesh.groups_along(mesh.pipeline_axes))
+        self._teller = _last_rank(engine.plan)
+        self._batches = RowBatches(self._row, device=device)
+        self._kinds = LossKinds(None)
+
+    def example(self, batch: Any) -> Example:
+        """Return a training step on a microbatch of `batch`, for the engine to see what it needs. A collective call."""
+        parts = self._parts(batch)
+        passes = _Passes(self, [], scale=1.0, batch_idx=0)
+        return Example(passes.loss, (parts.batches[0],))
+
+    def _parts(self, batch: Any) -> Parts:
+        return split_batch(self._batches.agreed(batch), self._engine.plan.num_microbatches)
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any) -> Any:
+        """Return the output of the module's step on every rank of the row, whose loss has the gradients of the weighted mean
+        of its microbatches' losses (of their sum, where the loss is a sum). A collective call.
+        """
+        parts = self._parts(args[0])
+        if self._kinds.loss is None and len(parts.batches) > 1:
+            self._kinds = self._find_kinds(parts.batches[0], args[1:])
+        counting, weights = MetricChanges.begin(self._module), self._kinds.weights(parts.sizes)
+        passes = _Passes(self, parts.batches, scale=self._loss_scale(), batch_idx=_index_in(args))
+        with gradients_aside(self._module) as gradients:
+            self._engine.run_step(passes.microbatches, passes.loss, weights=weights)
+        told = self._told(self._combined(passes, parts, weights) if passes.finished else None, counting)
+        loss = loss_of(told.output)
+        assert loss is not None
+        joint = joint_loss(loss, gradients, scale=passes.scale, device=self._device)
+        return {**told.output, "loss": joint} if isinstance(told.output, Mapping) else joint
+
+    def _combined(self, passes: _Passes, parts: Parts, weights: Sequence[float]) -> Found:
+        """The output and the calls of the whole step; the last stage alone has them."""
+        done = [passes.finished[index] for index in range(len(parts.batches))]
+        outputs, calls = [output for output, _ in done], [calls for _, calls in done]
+        output = combined_output(outputs, sizes=parts.sizes, kinds=self._kinds.returned)
+        if len(outputs) > 1:
+            losses = torch.stack([loss.reshape(()) for loss in map(loss_of, outputs) if loss is not None])
+            loss = (losses * torch.tensor(weights, device=losses.device, dtype=losses.dtype)).sum()
+            output = {**output, "loss": loss} if isinstance(output, Mapping) else loss
+        return output, combined_calls(calls, sizes=parts.sizes, kinds=self._kinds.logged)
+
+    def _loss_scale(self) -> float:
+        """The number that a scaler will multiply the loss by: microbatches need it already."""
+        scaler = getattr(self._precision, "scaler", None)
+        if scaler is None or not scaler.is_enabled():
+            return 1.0
+        if scaler._scale is None:
+            scaler._lazy_init_scale_growth_tracker(self._device)
+        return float(scaler.get_scale())
+
+    def _find_kinds(self, part: Any, rest: Sequence[Any]) -> LossKinds:
+        """Test how the loss adds up; nothing of the test is left. A collective call. Raises ValueError on every rank."""
+        with without_trace(self._module):
+            before = random_states()
+            once = self._pass_through("training_step", (part, *rest))
+            draws = drawn_since(before)
+            set_random_states(before)
+            twice = self._pass_through("training_step", (doubled(part), *rest))
+        verdict: Any = None
+        if once is not None and twice is not None:
+            half = self._precision.precision not in ("32-true", "64-true")
+            try:
+                verdict = compare_steps(once, twice, draws=draws, half=half)
+            except ValueError as error:
+                verdict = str(error)
+        verdict = value_of_member(verdict, self._row, member=self._teller, device=self._device)
+        if isinstance(verdict, str):
+            raise ValueError(verdict)
+        kinds: LossKinds = verdict
+        return kinds
+
+    # ---- evaluation -----------------------------------------------------------------------------------------------
+
+    def evaluation_step(self, name: str, *args: Any) -> Any:
+        """Return the output of the module's step of this name on every rank of the row. A collective call."""
+        counting = MetricChanges.begin(self._module)
+        found = self._pass_through(name, (self._batches.agreed(args[0]), *args[1:]))
+        return self._told(found, counting).output
+
+    def _pass_through(self, name: str, args: Sequence[Any]) -> Found | None:
+        """Run a step forward only; its output and calls on the last stage, None elsewhere."""
+        batch = (args[0], *args[2:])
+        step = _EVALUATIONS[name](self, batch, _index_in(args))
+        self._engine.evaluate(batch, step)
+        found: Found | None = step.found
+        return found
+
+    # ---- both -----------------------------------------------------------------------------------------------------
+
+    def step(self, name: str, model: nn.Module, batch: Any, batch_idx: int | None) -> Any:
+        """Return what this step of `model`, the module or a copy of it, returns. `batch`: (batch, dataloader_idx)."""
+        indices = () if batch_idx is None else (batch_idx,)
+        with getattr(self._precision, f"{_CONTEXTS[name]}_step_context")():
+            return getattr(model, name)(batch[0], *indices, *batch[1:])
+
+    def observed(self, name: str, batch: Any, batch_idx: int | None) -> Found:
+        """Return the output of the module's own step and the calls that it told; a step that does not end counts nothing."""
+        calls, done = list[Call](), list[bool]()
+        with telling(self._module, calls), uncounted(self._module, unless=done):
+            output = self._engine.whole(self.step(name, self._module, batch, batch_idx))
+            done.append(True)
+        return output, tuple(calls)
+
+    def _told(self, found: Found | None, counting: MetricChanges) -> Told:
+        """Give all ranks of the row what the last stage found; they log it, and count it in their metrics."""
+        own = Told() if found is None else Told(*found, counting.since(self._module))
+        told: Told = value_of_member(own, self._row, member=self._teller, device=self._device)
+        if found is None:
+            take_over(self._module, told.counted)
+        replay(self._module, told.calls)
+        return told
+
+
+def _last_rank(plan: ParallelPlan) -> int:
+    """The place along the pipeline of the rank that runs the last stage."""
+    assert plan.schedule is not None
+    rule = SCHEDULES[plan.schedule]
+    return rule.rank_of_stage(num_ranks=plan.mesh.pipeline_size, stages_per_rank=plan.stages_per_rank)[-1]
+
+
+def _index_in(args: Sequence[Any]) -> int | None:
+    """The index of the batch, where the module's step takes one."""
+    return args[1] if len(args) > 1 else None
+
+
+class _Passes:
+    """The passes of one training step's microbatches on this rank; `finished` has what those that reached the end found."""
+
+    def __init__(self, steps: PipelineSteps, batches: Sequence[Any], *, scale: float, batch_idx: int | None) -> None:
+        self._steps, self.scale, self._batch_idx = steps, scale, batch_idx
+        self.microbatches = [(batch,) for batch in batches]
+        self._places = {id(microbatch): index for index, microbatch in enumerate(self.microbatches)}
+        self.finished: dict[int, Found] = {}
+
+    def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
+        """Return the loss of a microbatch, scaled; or of a copy of it by a copy of the module, to see what they need."""
+        index = self._places.get(id(microbatch))
+        if index is None:
+            return _loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
+        output, calls = self._steps.observed("training_step", microbatch, self._batch_idx)
+        loss = _loss_in(output)
+        self.finished[index] = map_tensors(output, Tensor.detach), calls
+        return loss if self.scale == 1 else loss * self.scale
+
+
+@dataclass
+class _Evaluation:
+    """A step forward only; `found` is what it found, where it reached the end."""
+
+    steps: PipelineSteps
+    batch: Any
+    batch_idx: int | None
+    found: Found | None = None
+    name: ClassVar[str] = ""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        if batch is not self.batch:  # a copy, to see what it needs
+            return self.steps.step(self.name, model, batch, self.batch_idx)
+        self.found = self.steps.observed(self.name, batch, self.batch_idx)
+        return None
+
+
+# The engine tells steps apart by their classes.
+_EVALUATIONS: dict[str, Any] = {name: type(name, (_Evaluation,), {"name": name}) for name in _CONTEXTS}
+
+
+def _loss_in(output: Any) -> Tensor:
+    if (loss := loss_of(output)) is None:
+        raise ValueError(
+            f"training_step returned no loss but {type(output).__name__} for a microbatch, which a pipeline cannot leave out; "
+            "return a loss, or use another strategy"
+        )
+    return loss
+
+
+def joint_loss(value: Tensor, gradients: Gradients, *, scale: float, device: torch.device) -> Tensor:
+    """Return a loss of this `value`, whose backward adds `gradients` to those of the parameters.
+
+    `gradients` are those of the loss times `scale`.
+    """
+    anchor = torch.zeros((), device=device, requires_grad=True)
+    joint: Tensor = _JointLoss.apply(anchor, value.detach(), 1 / scale, gradients)  # type: ignore[no-untyped-call]
+    return joint
+
+
+class _JointLoss(torch.autograd.Function):
+    """Has a value, and a backward that adds gradients which exist already, times `share`; it empties their mapping."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, share: float, gradients: Gradients) -> Tensor:
+        ctx.share, ctx.gradients = share, gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        factor = gradient.reshape(()) * ctx.share
+        while ctx.gradients:
+            parameter, found = ctx.gradients.popitem()
+            found.mul_(factor.to(found.dtype))
+            parameter.grad = found if parameter.grad is None else parameter.grad.add_(found)
+        return torch.zeros_like(gradient.reshape(())), None, None, None

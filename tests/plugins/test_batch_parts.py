@@ -1,0 +1,106 @@
+"""Batches of any structure are split into parts of nearly equal size, and what cannot be split is named."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+
+from lightning_topt.plugins.batch_parts import doubled, split_batch
+from lightning_topt.plugins.row_batches import checksum
+
+
+class Encoding(UserDict[str, Any]):
+    """As Hugging Face's BatchEncoding: a mapping that is no dict."""
+
+
+class Pair(NamedTuple):
+    tokens: Tensor
+    names: list[str]
+
+
+@dataclass
+class Graph:
+    nodes: Tensor
+    options: dict[str, Any]
+
+
+def ramp(*shape: int) -> Tensor:
+    return torch.arange(float(np.prod(shape))).view(shape)
+
+
+def test_parts_have_all_samples_in_order() -> None:
+    batch = {
+        "pair": Pair(ramp(7, 3), [f"sample {index}" for index in range(7)]),
+        "encoding": Encoding(ids=ramp(7, 2), positions=ramp(1, 2)),
+        "graph": Graph(ramp(7), {"mode": "train", "weights": ramp(7), "rate": torch.tensor(0.5)}),
+        "numbers": [1, 2],
+        "array": np.arange(7),
+    }
+    parts = split_batch(batch, 3)
+    assert parts.sizes == (3, 2, 2) and parts.shares == pytest.approx((3 / 7, 2 / 7, 2 / 7))
+    torch.testing.assert_close(torch.cat([part["pair"].tokens for part in parts.batches]), ramp(7, 3))
+    assert [name for part in parts.batches for name in part["pair"].names] == batch["pair"].names
+    assert [len(part["graph"].options["weights"]) for part in parts.batches] == [3, 2, 2]
+    assert np.concatenate([part["array"] for part in parts.batches]).tolist() == list(range(7))
+    for part in parts.batches:
+        assert isinstance(part["encoding"], Encoding) and part["encoding"]["positions"].shape == (1, 2)
+        assert part["numbers"] == [1, 2] and part["graph"].options["rate"] == 0.5
+    assert batch["graph"].nodes.shape == (7,)
+
+
+def test_few_samples_make_few_parts() -> None:
+    assert split_batch([ramp(3, 2), ramp(3)], 8).sizes == (1, 1, 1)
+    assert split_batch(ramp(1, 5), 4).sizes == (1,)
+    assert split_batch({"no": "tensor"}, 1).batches == ({"no": "tensor"},)
+
+
+def test_samples_may_be_entries_of_sequences() -> None:
+    """As detection has them: images of their own sizes, a dictionary for each."""
+    images = tuple(ramp(3, 4 + index, 5) for index in range(4))
+    targets = tuple({"boxes": ramp(index + 1, 4)} for index in range(4))
+    parts = split_batch((images, targets), 2)
+    assert [[image.shape[1] for image in part[0]] for part in parts.batches] == [[4, 5], [6, 7]]
+    assert [len(part[1][0]["boxes"]) for part in parts.batches] == [1, 3]
+    assert len(doubled((images, targets))[1]) == 8
+
+
+def test_every_sample_can_be_there_twice() -> None:
+    batch = doubled({"x": ramp(2, 3), "names": ["a", "b"], "one": ramp(1, 3), "array": np.arange(2)})
+    assert torch.equal(batch["x"], torch.cat([ramp(2, 3)] * 2)) and batch["names"] == ["a", "b", "a", "b"]
+    assert batch["one"].shape == (1, 3) and batch["array"].tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ({"a": ramp(3, 2), "b": ramp(4, 2)}, r"no common size in dimension 0 \(they are \(3, 2\), \(4, 2\)\)"),
+        ({"text": "alone"}, "are missing"),
+        ([ramp(0, 2)], "no common size"),
+        ([ramp(2, 2).to_sparse()], "sparse or nested"),
+        ([pack_sequence([ramp(2), ramp(1)])], "pack it in training_step"),
+    ],
+)
+def test_what_cannot_be_split_is_named(batch: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        split_batch(batch, 2)
+
+
+def test_checksums_differ_where_batches_do() -> None:
+    batch = {"x": ramp(40, 50), "names": ["a", "b"], "graph": Graph(ramp(2), {"rate": 1})}
+    same = {"x": ramp(40, 50), "names": ["a", "b"], "graph": Graph(ramp(2), {"rate": 1})}
+    assert checksum(batch) == checksum(same)
+    others = [
+        {**batch, "x": ramp(40, 50).T},
+        {**batch, "x": ramp(40, 50) + 1},
+        {**batch, "names": ["a", "c"]},
+        {**batch, "graph": Graph(ramp(2), {"rate": 2})},
+        {**batch, "graph": Graph(ramp(2) * 2, {"rate": 1})},
+    ]
+    assert len({checksum(other) for other in [batch, *others]}) == 6

@@ -1,0 +1,160 @@
+"""Modules in a pipeline under a Trainer: losses, logged values, metrics, evaluation and files are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_topt import PipelineStrategy
+from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.plugins.batch_parts import split_batch
+from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks
+
+CPU = Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6)
+
+
+def cluster(ranks: int) -> Cluster:
+    """Nothing needs to be measured."""
+    link = Link(1e-5, 1e9)
+    return Cluster("toy", CPU, ranks, 1, link, link, backend="gloo")
+
+
+def pipeline(ranks: int, **options: Any) -> PipelineStrategy:
+    return PipelineStrategy(cluster=cluster(ranks), **options)
+
+
+class Counted(RecordingGPT):
+    """Counts in metrics, logs values of several kinds, returns more than a loss."""
+
+    parts = 1  # in one process: the microbatches of a pipeline, one after the other
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(heads=2, dropout=dropout)
+        self.right = torchmetrics.Accuracy("multiclass", num_classes=32)
+        self.seen = torchmetrics.SumMetric()
+        self.outputs: list[Any] = []
+        self.logged: list[float] = []
+
+    def losses_of(self, batch: Any) -> tuple[Tensor, Tensor]:
+        logits = self(batch[0])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten()), logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        parts = split_batch(batch, self.parts)
+        found = [self.losses_of(part) for part in parts.batches]
+        loss = sum(share * loss for share, (loss, _) in zip(parts.shares, found, strict=True))
+        logits = torch.cat([logits for _, logits in found])
+        self.right(logits.argmax(-1), batch[1])
+        self.log("right", self.right, on_step=True, on_epoch=True)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("sum", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_epoch=True, on_step=False)
+        return {"loss": loss, "logits": logits, "index": batch_idx}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.outputs.append((tuple(outputs["logits"].shape), outputs["index"], float(outputs["logits"].sum())))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss, _ = self.losses_of(batch)
+        self.log("val_loss", loss, sync_dist=True)
+        self.seen.update(float(len(batch[0])))
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.logged.append(float(self.seen.compute()))
+        self.seen.reset()
+
+
+def in_order(batch_size: int, **kwargs: Any) -> DataLoader[Any]:
+    """The order of Lightning's distributed sampler for one rank."""
+    data = Tokens(**kwargs)
+    return DataLoader(data, batch_size=batch_size, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+
+
+def results_of(trainer: L.Trainer, module: Counted, train: Any, file: Path, **fit: Any) -> dict[str, Any]:
+    trainer.fit(module, train, loader(8, length=20), **fit)
+    trainer.save_checkpoint(file)
+    return {
+        "losses": module.losses,
+        "outputs": module.outputs,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "logged": module.logged,
+        "tested": trainer.test(module, loader(8), verbose=False)[0]["test_loss"],
+        "predicted": [batch.tolist() for batch in trainer.predict(module, loader(8, length=20)) or []],
+        "state": {name: value.clone() for name, value in module.state_dict().items()},
+        "plan": getattr(getattr(trainer.strategy, "parallel_plan", None), "to_dict", dict)(),
+        "saved": torch.load(file, weights_only=False) if trainer.global_rank == 0 else {},
+    }
+
+
+COMMON: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": 0.5}
+# By name: options of the strategy, of the Trainer, and ranks.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "1f1b": ({}, {}),
+    "accumulation, clipped values": (
+        {"schedule": "gpipe"},
+        {"accumulate_grad_batches": 2, "gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
+    ),
+    "two stages per rank": ({"schedule": "interleaved_zero_bubble"}, {"precision": "bf16-mixed"}),
+    "on a V, recomputed": ({"schedule": "zbv", "recompute": True}, {"gradient_clip_val": None}),
+}
+
+
+def one_process(folder: Path, **kwargs: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = Counted()
+    module.parts = 4
+    trainer = make_trainer(**{**COMMON, **kwargs})
+    return results_of(trainer, module, in_order(8, length=36), folder / "plain.ckpt")
+
+
+def fits(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, (options, kwargs) in CASES.items():
+        torch.manual_seed(rank)
+        trainer = make_trainer(pipeline(2, microbatches=4, **options), devices=2, **{**COMMON, **kwargs})
+        found[name] = results_of(trainer, Counted(), loader(8, length=36), folder / "topt.ckpt")
+    return found
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any], *, relative: float = 1e-4) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], rel=relative)
+    for own, one in zip(found["outputs"], expected["outputs"], strict=True):
+        assert own[:2] == one[:2] and own[2] == pytest.approx(one[2], rel=10 * relative, abs=100 * relative)
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=10 * relative)
+    assert found["logged"] == expected["logged"]
+    assert found["tested"] == pytest.approx(expected["tested"], rel=10 * relative)
+    assert relative > 1e-4 or found["predicted"] == expected["predicted"]
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(found["state"][name], value, rtol=10 * relative, atol=relative)
+    if found["saved"]:
+        assert_same_file(found["saved"], expected["saved"], relative)
+
+
+def assert_same_file(saved: dict[str, Any], plain: dict[str, Any], relative: float) -> None:
+    assert list(saved["state_dict"]) == list(plain["state_dict"])
+    (own,), (one,) = saved["optimizer_states"], plain["optimizer_states"]
+    assert own["param_groups"] == one["param_groups"] and set(own["state"]) == set(one["state"])
+    for index, values in one["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(own["state"][index][key], value, rtol=10 * relative, atol=relative)
+
+
+def test_fits_are_those_of_one_process(tmp_path: Path) -> None:
+    """The last batch of an epoch, four samples, is smaller."""
+    results = on_ranks(fits, tmp_path)
+    for name, (options, kwargs) in CASES.items():
+        expected = one_process(tmp_path, **kwargs)
+        for found in results:
+            assert_equal(found[name], expected, relative=1e-2 if "precision" in kwargs else 1e-4)
+            schedule = options.get("schedule", "1f1b")
+            assert found[name]["plan"]["schedule"] == schedule
+            assert len(found[name]["plan"]["stages"]) == (2 if schedule in ("1f1b", "gpipe") else 4)

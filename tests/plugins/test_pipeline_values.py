@@ -1,0 +1,154 @@
+"""What microbatches return, log and count is what one step would have; found out by a test where it cannot be known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+
+from lightning_topt.plugins.loss_kinds import compare_steps, drawn_since, without_trace
+from lightning_topt.plugins.metric_states import MetricChanges, take_over, uncounted
+from lightning_topt.plugins.pipeline_values import Call, combined_calls, combined_output, replay, telling
+from lightning_topt.techniques.tensor_parallel.random_states import random_states
+
+
+class Logs(L.LightningModule):
+    """Logs values of all kinds, and metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
+        self.seen = torchmetrics.CatMetric()
+        self.several = torchmetrics.MetricCollection(
+            [kind("multiclass", num_classes=3) for kind in (torchmetrics.Precision, torchmetrics.Recall)]
+        )
+
+    def step(self, x: Tensor, target: Tensor) -> Tensor:
+        self.accuracy(x, target)
+        self.seen.update(x.sum())
+        self.several.update(x, target)
+        loss = (x.sum(1) * target).sum()
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        self.log_dict({"loss": loss, "mean": x.mean()}, batch_size=len(x))
+        self.log("count", len(x), reduce_fx="sum")
+        self.log("most", x.max(), reduce_fx=torch.max)
+        self.print("step of", len(x))
+        return loss
+
+
+def told(module: Logs, x: Tensor, target: Tensor) -> list[Call]:
+    calls: list[Call] = []
+    with telling(module, calls):
+        module.step(x, target)
+    return calls
+
+
+X, TARGET = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2, 1, 1, 0])
+
+
+def test_logged_values_of_parts_are_those_of_the_whole() -> None:
+    module, whole = Logs(), Logs()
+    parts = [told(module, X[:3], TARGET[:3]), told(module, X[3:], TARGET[3:])]
+    found = combined_calls(parts, sizes=(3, 2), kinds={"loss": "sum"})
+    expected = told(whole, X, TARGET)
+    assert [call.name for call in found if call.method == "log"] == [c.name for c in expected if c.method == "log"]
+    assert [call.arguments for call in found if call.method == "print"] == [("step of", 3), ("step of", 2)]
+    for own, one in zip([c for c in found if c.method == "log"], expected, strict=False):
+        if own.name == "accuracy":
+            assert own.value.path == "accuracy"
+            assert own.value.value == pytest.approx(float(one.value.value))
+        else:
+            assert float(own.value) == pytest.approx(float(one.value)), own.name
+            assert own.keywords.get("batch_size") == one.keywords.get("batch_size")
+    assert "log" not in vars(module)
+
+
+def test_calls_are_replayed_with_their_metrics() -> None:
+    module, other = Logs(), Logs()
+    calls, logged = told(module, X, TARGET), dict[str, Any]()
+    vars(other)["log"] = lambda name, value, **_: logged.update({name: value})
+    vars(other)["print"] = lambda *_: None
+    replay(other, calls)
+    assert logged["accuracy"] is other.accuracy
+    assert float(other.accuracy._forward_cache) == pytest.approx(float(module.accuracy._forward_cache))
+    assert logged["count"] == 5
+
+
+def test_another_rank_takes_over_what_metrics_counted() -> None:
+    first, second = Logs(), Logs()
+    for start in (0, 2):
+        counting = MetricChanges.begin(first)
+        told(first, X[start : start + 2], TARGET[start : start + 2])
+        changes = counting.since(first)
+        assert len(changes["seen"]["value"].entries) == 1  # lists are not sent again
+        take_over(second, changes)
+    assert float(second.accuracy.compute()) == pytest.approx(float(first.accuracy.compute()))
+    torch.testing.assert_close(second.seen.compute(), first.seen.compute())
+    torch.testing.assert_close(second.several.compute(), first.several.compute())
+    assert MetricChanges.begin(first).since(first) == {}
+    first.accuracy.reset()
+    assert second.accuracy.update_count == 2
+
+
+def test_a_pass_that_does_not_end_counts_nothing() -> None:
+    module = Logs()
+    told(module, X[:2], TARGET[:2])
+    before = {name: float(metric.compute()) for name, metric in (("a", module.accuracy),)}
+    with pytest.raises(KeyboardInterrupt), uncounted(module, unless=[]):
+        told(module, X, TARGET)
+        raise KeyboardInterrupt
+    assert module.accuracy.update_count == 1 and len(module.seen.value) == 1
+    assert float(module.accuracy.compute()) == before["a"]
+
+
+def test_outputs_of_parts_are_joined() -> None:
+    def output(x: Tensor) -> dict[str, Any]:
+        each = {"logits": x, "name": "same", "names": [str(i) for i in range(len(x))], "right": torch.tensor(len(x))}
+        return {"loss": x.mean(), **each, "rate": 0.5, "total": x.sum()}
+
+    found = combined_output([output(X[:3]), output(X[3:])], sizes=(3, 2), kinds={6: "sum", 4: "sum"})
+    torch.testing.assert_close(found["logits"], X)
+    assert found["loss"] == pytest.approx(float(X.mean())) and found["total"] == pytest.approx(float(X.sum()))
+    assert found["name"] == "same" and found["names"] == ["0", "1", "2", "0", "1"] and found["rate"] == 0.5
+    assert found["right"] == 5
+    assert combined_output([X.mean(), X.sum()], sizes=(1, 1), kinds={}) == pytest.approx(float(X.mean() + X.sum()) / 2)
+
+
+def step(loss: float, **logged: float) -> Any:
+    return {"loss": torch.tensor(loss), "extra": torch.tensor(loss)}, [
+        Call("", "log", (n, v), {}) for n, v in logged.items()
+    ]
+
+
+def test_kinds_of_losses_are_told_by_a_batch_that_is_there_twice() -> None:
+    kinds = compare_steps(step(2.0, a=1.0, b=3.0), step(2.0, a=1.0, b=6.0), draws=False)
+    assert kinds.loss == "mean" and kinds.logged == {"b": "sum"} and kinds.returned == {}
+    assert kinds.weights((3, 1)) == (0.75, 0.25)
+    kinds = compare_steps(step(2.0), step(4.0), draws=False)
+    assert kinds.loss == "sum" and kinds.returned == {0: "sum", 1: "sum"} and kinds.weights((3, 1)) == (1.0, 1.0)
+    assert compare_steps(step(0.0), step(0.0), draws=False).loss is None
+    assert compare_steps(step(float("nan")), step(1.0), draws=False).loss is None
+    assert compare_steps(step(1.0), step(1.1), draws=True).loss == "mean"
+    with pytest.raises(ValueError, match=r"neither a mean nor a sum over samples.*microbatches=1"):
+        compare_steps(step(1.0), step(1.1), draws=False)
+    with pytest.raises(ValueError, match="returned no loss"):
+        compare_steps((None, []), step(1.0), draws=False)
+
+
+def test_the_test_leaves_no_trace() -> None:
+    module = Logs().train()
+    told(module, X, TARGET)
+    states, mean = random_states(), module.norm.running_mean.clone()
+    with without_trace(module):
+        assert not module.training and not torch.is_grad_enabled()
+        assert not drawn_since(states)
+        module.norm.running_mean.add_(torch.rand(3))
+        module.accuracy(X, TARGET)
+        assert drawn_since(states)
+    assert not drawn_since(states) and module.norm.training
+    assert torch.equal(module.norm.running_mean, mean) and module.accuracy.update_count == 1

@@ -14,6 +14,7 @@ import numpy as np
 
 from lightning_topt.costs.chain_table import ChainTable
 from lightning_topt.costs.cost_table import CostTable
+from lightning_topt.costs.stage_table import StageTable
 from lightning_topt.frontier.frontier import FrontierPoint
 
 
@@ -47,3 +48,20 @@ def _evaluate(table: CostTable | ChainTable, indices: tuple[int, ...]) -> tuple[
         return table.evaluate(indices)
     seconds, size = table.evaluate(np.array([indices], np.intp).reshape(1, -1))
     return float(seconds[0]), float(size[0])
+
+
+def brute_force_stages(table: StageTable) -> list[tuple[float, float]]:
+    """Return (step_seconds, peak_bytes) of the Pareto-minimal plans of `table` by memory ascending: all ways to cut it, all
+    variants of stages, all configurations of blocks.
+    """
+    count, chain = len(table.order), table.variants[0].chain
+    costs = []
+    for inner in itertools.combinations(range(1, count), len(table.stages) - 1):
+        for variants in itertools.product(*(stage.variants for stage in table.stages)):
+            for configs in itertools.product(*(range(len(chain.blocks[kind].configs)) for kind in table.order)):
+                costs.append(table.evaluate((*inner, count), variants, configs))
+    best: list[tuple[float, float]] = []
+    for seconds, size in sorted(costs, key=lambda each: each[::-1]):
+        if math.isfinite(seconds) and (not best or seconds < best[-1][0]):
+            best.append((seconds, size))
+    return best

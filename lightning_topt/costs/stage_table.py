@@ -1,0 +1,176 @@
+"""Costs of a chain of blocks whose runs of neighbours are the stages of a pipeline, each under several configurations.
+
+A stage takes one of its variants (a device, a level of sharding), a block one configuration. With M microbatches, w how many
+of them a stage holds activations of at most (its schedule says how many), everything else sums over the blocks of a stage:
+
+    step_seconds   sum over stages of lead  +  the largest load of a stage
+                   lead = lead_rate * seconds + constants         what the first microbatch takes on its way through
+                   load = load_rate * seconds + once_rate * once + constants       what the slowest stage takes besides
+    peak_bytes     the largest of           static + w * kept + the largest hump
+
+1F1B and GPipe have lead_rate 1, load_rate M - 1. A stage that begins with block n pays for what it receives (`StageLink`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_topt.costs.cost_table import Array
+
+Indices = NDArray[np.intp]
+COLUMNS = ("seconds", "once", "static", "kept", "hump")
+
+
+@dataclass(frozen=True, eq=False)
+class StageBlock:
+    """Costs of one block under each of its `configs`, arrays (config,); plus infinity in `seconds` forbids.
+
+    Args:
+        configs: names of the configurations.
+        seconds: forward and backward of one microbatch.
+        once: seconds once per step: its exchange of gradients, its update.
+        static: bytes that are there all the step.
+        kept: bytes from its forward to its backward, for each microbatch in flight.
+        hump: peak bytes above these while it runs.
+    """
+
+    configs: tuple[Any, ...]
+    seconds: Array
+    once: Array
+    static: Array
+    kept: Array
+    hump: Array
+
+    def __post_init__(self) -> None:
+        if not self.configs:
+            raise ValueError("a block has no configuration")
+        for name in COLUMNS:
+            value = getattr(self, name)
+            if value.shape != (len(self.configs),):
+                raise ValueError(f"{name} has shape {value.shape}, expected {(len(self.configs),)}")
+            forbids = name == "seconds"
+            if np.isnan(value).any() or (value < 0).any() or not (forbids or np.isfinite(value).all()):
+                raise ValueError(f"{name} must be finite and not negative; forbid configurations with infinite seconds")
+
+
+@dataclass(frozen=True, eq=False)
+class StageChain:
+    """A chain: `blocks` are the distinct ones, ``order[n]`` says which of them block n is. Several tables may share one."""
+
+    blocks: tuple[StageBlock, ...]
+    order: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.order or any(not 0 <= index < len(self.blocks) for index in self.order):
+            raise ValueError(f"a chain has blocks from 0 to {len(self.blocks) - 1}, got {self.order}")
+
+
+@dataclass(frozen=True, eq=False)
+class StageVariant:
+    """One way for all blocks of a stage: `lead`, `load` and `static` (distinct block,) come on top of those of `chain`."""
+
+    chain: StageChain
+    lead: Array
+    load: Array
+    static: Array
+
+    @classmethod
+    def of(cls, chain: StageChain) -> StageVariant:
+        """Return the costs of `chain` as they are."""
+        nothing = np.zeros(len(chain.blocks))
+        return cls(chain, nothing, nothing, nothing)
+
+
+@dataclass(frozen=True, eq=False)
+class StageLink:
+    """A link is what a stage pays that begins with block n, arrays (block,); the first stage pays nothing.
+
+    `lead` and `load` are seconds as in the table; its load is at least `floor`, what the link is busy; `kept` are the bytes
+    that it receives, for each microbatch in flight.
+    """
+
+    lead: Array
+    load: Array
+    floor: Array
+    kept: Array
+
+    @classmethod
+    def none(cls, count: int) -> StageLink:
+        """Return a link that costs nothing, of a chain of `count` blocks."""
+        return cls(*np.zeros((4, count)))
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """A `StageKind` may take one of the `variants` (indices); it receives through a `link` and holds at most `in_flight`
+    microbatches.
+    """
+
+    variants: tuple[int, ...]
+    in_flight: float
+    link: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class StageTable:
+    """A pipeline to be cut: its `stages` in order, each of at least one block. `shared` (2, first block, end): seconds of load
+    and static bytes that a stage of these blocks pays besides, None: none. Every plan also pays `fixed_seconds` and
+    `fixed_bytes`. Raises ValueError for fewer blocks than stages.
+    """
+
+    variants: tuple[StageVariant, ...]
+    stages: tuple[StageKind, ...]
+    links: tuple[StageLink, ...]
+    lead_rate: float
+    load_rate: float
+    once_rate: float = 1.0
+    shared: Array | None = None
+    fixed_seconds: float = 0.0
+    fixed_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        orders = {variant.chain.order for variant in self.variants}
+        if len(orders) != 1:
+            raise ValueError("all variants of a stage have the same chain of blocks")
+        if not 1 <= len(self.stages) <= len(self.order):
+            raise ValueError(f"{len(self.order)} blocks cannot be cut into {len(self.stages)} stages")
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The place of each block among the distinct ones."""
+        return self.variants[0].chain.order
+
+    def evaluate(self, ends: Sequence[int], variants: Sequence[int], configs: Sequence[int]) -> tuple[float, float]:
+        """Return (step_seconds, peak_bytes) of one plan: `ends` (stage,) say before which block each stage ends, `variants`
+        (stage,) and `configs` (block,) are indices.
+        """
+        lead, load, size, first = 0.0, 0.0, 0.0, 0
+        for stage, end, variant in zip(self.stages, ends, variants, strict=True):
+            own = self._stage(stage, self.variants[variant], first, configs[first:end])
+            lead, load, size, first = lead + own[0], max(load, own[1]), max(size, own[2]), end
+        return self.fixed_seconds + lead + load, self.fixed_bytes + size
+
+    def _stage(
+        self, stage: StageKind, variant: StageVariant, first: int, configs: Sequence[int]
+    ) -> tuple[float, float, float]:
+        kinds = self.order[first : first + len(configs)]
+        blocks = [(variant.chain.blocks[kind], c) for kind, c in zip(kinds, configs, strict=True)]
+        seconds, once, static, kept = (
+            sum(float(getattr(block, name)[c]) for block, c in blocks) for name in COLUMNS[:4]
+        )
+        lead = self.lead_rate * seconds + sum(float(variant.lead[kind]) for kind in kinds)
+        load = self.load_rate * seconds + self.once_rate * once + sum(float(variant.load[kind]) for kind in kinds)
+        static += sum(float(variant.static[kind]) for kind in kinds)
+        if self.shared is not None:
+            load, static = np.array([load, static]) + self.shared[:, first, first + len(kinds)]
+        if first:
+            link = self.links[stage.link]
+            lead, kept = lead + float(link.lead[first]), kept + float(link.kept[first])
+            load = max(load + float(link.load[first]), float(link.floor[first]))
+        hump = max(float(block.hump[c]) for block, c in blocks)
+        return float(lead), float(load), float(static + stage.in_flight * kept + hump)

@@ -1,0 +1,169 @@
+"""Pipelines cut exactly: the search against every way to cut, and against known plans."""
+
+import numpy as np
+import pytest
+
+from lightning_topt.costs.stage_table import StageBlock, StageChain, StageKind, StageLink, StageTable, StageVariant
+from lightning_topt.frontier import stage_cuts, stage_states
+from lightning_topt.frontier.brute_force import brute_force_stages
+from lightning_topt.frontier.stage_cuts import StageCuts
+from lightning_topt.frontier.stage_search import fastest_below, search_stages
+from lightning_topt.frontier.stage_states import runs_of
+
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
+
+
+def grid(rng, *size, ties=False):
+    return rng.integers(0, 4, size).astype(float) if ties else rng.integers(1, 1024, size) / 1024
+
+
+def random_chain(rng, order, configs, *, ties):
+    blocks = []
+    for count in configs:
+        seconds, once, static, kept, hump = (grid(rng, count, ties=ties) for _ in range(5))
+        seconds[rng.random(count) < 0.1] = np.inf
+        blocks.append(StageBlock(tuple(range(count)), seconds, once, static, kept, hump))
+    return StageChain(tuple(blocks), order)
+
+
+def random_stages(rng, schedule, *, blocks, stages, ties=False, distinct=None, configs=2, devices=2):
+    """Devices have costs of their own, links too; stages s of S hold as many microbatches as their schedule says."""
+    order = tuple(rng.integers(0, distinct or blocks, blocks).tolist()) if distinct else tuple(range(blocks))
+    counts = rng.integers(1, configs + 1, max(order) + 1)
+    variants = []
+    for _ in range(devices):
+        chain = random_chain(rng, order, counts, ties=ties)
+        variants.append(
+            StageVariant(chain, *(grid(rng, len(counts), ties=ties) * rng.integers(0, 2) for _ in range(3)))
+        )
+    links = tuple(StageLink(*(grid(rng, blocks, ties=ties) * rng.integers(0, 2) for _ in range(4))) for _ in range(2))
+    micro = int(rng.integers(1, 6))
+    held = {"gpipe": [micro] * stages}.get(schedule, [min(stages - s, micro) for s in range(stages)])
+    kinds = tuple(
+        StageKind(tuple(sorted(set(rng.integers(0, devices, rng.integers(1, 3)).tolist()))), w, int(rng.integers(0, 2)))
+        for w in held
+    )
+    shared = grid(rng, 2, blocks, blocks + 1, ties=ties) if rng.random() < 0.3 else None
+    lead, load = (0.5, micro - 0.5) if schedule == "zero_bubble" else (1.0, micro - 1.0)
+    return StageTable(tuple(variants), kinds, links, lead, load, 1.0, shared, float(rng.integers(0, 3)), 1.0)
+
+
+def costs(frontier):
+    return [(point.step_seconds, point.peak_bytes) for point in frontier.points]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ties", [False, True])
+def test_equals_brute_force(schedule, ties):
+    """300 chains in all, of up to 10 blocks and 4 stages, on devices and links that differ."""
+    rng = np.random.default_rng([SCHEDULES.index(schedule), ties])
+    sizes = [(2, 2, 3), (3, 2, 3), (4, 3, 2), (5, 4, 2), (7, 4, 1), (10, 4, 1), (8, 3, 2), (6, 1, 2), (5, 5, 2)]
+    several = 0
+    for number in range(52):
+        blocks, stages, configs = sizes[number % len(sizes)]
+        distinct = 2 if number % 3 == 0 else None
+        table = random_stages(
+            rng, schedule, blocks=blocks, stages=stages, configs=configs, distinct=distinct, ties=ties
+        )
+        found = search_stages(table)
+        assert found.exact and costs(found) == brute_force_stages(table)
+        for point in found.points:
+            assert table.evaluate(point.ends, point.variants, point.configs) == (point.step_seconds, point.peak_bytes)
+        several += len(found.points) > 1
+    assert several > 20
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_compiled_cuts_are_those_of_arrays(schedule, monkeypatch):
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        table = random_stages(rng, schedule, blocks=9, stages=int(rng.integers(1, 6)), distinct=4, configs=3)
+        limits = [(np.inf, np.inf), *(rng.random((6, 2)) * 20).tolist()]
+        found = []
+        for small in (np.inf, -1):
+            monkeypatch.setattr(stage_cuts, "_SMALL", small)
+            cuts = StageCuts(table)
+            found.append([cuts.cheapest(size=size, load=load) for size, load in limits])
+        leads = [[cut and cut.lead for cut in each] for each in found]
+        assert leads[0] == leads[1] and any(leads[0])
+        for cut, (size, load) in zip(found[1], limits, strict=True):
+            assert cut is None or (cut.size < size and cut.load < load)
+
+
+def test_plans_that_known_ones_beat_are_left_out():
+    rng = np.random.default_rng(6)
+    for _ in range(40):
+        table = random_stages(rng, "1f1b", blocks=6, stages=3)
+        every = costs(search_stages(table))
+        if not every:
+            continue
+        known = np.array(every)[rng.random(len(every)) < 0.5] + rng.integers(-1, 2, 2) / 64
+        known = np.concatenate([known, grid(rng, 2, 2) * 20])
+        left = [(t, m) for t, m in every if not any(a <= t and b <= m for a, b in known)]
+        assert costs(search_stages(table, known=known)) == left
+
+
+@pytest.mark.parametrize("epsilon", [0.01, 0.3])
+def test_an_epsilon_keeps_its_bound_and_fewer_plans(epsilon):
+    rng = np.random.default_rng(7)
+    counts = [0, 0]
+    for _ in range(20):
+        table = random_stages(rng, "1f1b", blocks=9, stages=3, configs=4)
+        exact, near = search_stages(table), search_stages(table, epsilon=epsilon)
+        assert near.error_bound <= epsilon + 1e-12
+        for seconds, size in costs(exact):
+            factor = 1 + near.error_bound + 1e-12
+            assert any(t <= seconds * factor and m <= size * factor for t, m in costs(near))
+        counts[0], counts[1] = counts[0] + len(exact.points), counts[1] + len(near.points)
+    assert counts[1] < counts[0]
+
+
+def test_states_are_bounded_and_the_error_said(monkeypatch):
+    monkeypatch.setattr(stage_states, "MAX_STATES", 8)
+    rng = np.random.default_rng(8)
+    inexact = 0
+    for _ in range(20):
+        table = random_stages(rng, "1f1b", blocks=8, stages=2, configs=3)
+        found = search_stages(table)
+        monkeypatch.setattr(stage_states, "MAX_STATES", 2**12)
+        stage_states.run_states.cache_clear()
+        exact = search_stages(table)
+        stage_states.run_states.cache_clear()
+        monkeypatch.setattr(stage_states, "MAX_STATES", 8)
+        factor = 1 + found.error_bound + 1e-9
+        for seconds, size in costs(exact):
+            assert any(t <= seconds * factor and m <= size * factor for t, m in costs(found))
+        inexact += not found.exact
+    assert inexact > 10
+
+
+def test_time_that_is_up_is_said():
+    table = random_stages(np.random.default_rng(9), "1f1b", blocks=9, stages=3)
+    found = search_stages(table, max_seconds=-1.0)
+    assert not found.exact and found.points == ()
+
+
+def test_equal_runs_share_their_states():
+    runs = runs_of((0, 1, 1, 1, 1, 2))
+    assert len(runs.last) == 4 + 5 + 5 + 1  # middles, with the first, with the last, all
+    assert runs.of[1, 3] == runs.of[2, 4] and runs.of[0, 3] != runs.of[1, 4]
+
+
+def test_the_load_of_a_plan_is_bounded_from_below():
+    rng = np.random.default_rng(10)
+    for _ in range(30):
+        cuts = StageCuts(random_stages(rng, "gpipe", blocks=7, stages=3))
+        best = fastest_below(cuts, size=np.inf)
+        assert best is None or best.load >= cuts.least_load
+
+
+def test_tables_that_cannot_be_are_refused():
+    block = StageBlock(("a",), *np.ones((5, 1)))
+    chain = StageChain((block,), (0, 0))
+    kind = StageKind((0,), 1.0)
+    with pytest.raises(ValueError, match="2 blocks cannot be cut into 3 stages"):
+        StageTable((StageVariant.of(chain),), (kind,) * 3, (StageLink.none(2),), 1.0, 1.0)
+    with pytest.raises(ValueError, match="kept must be finite"):
+        StageBlock(("a",), *np.ones((3, 1)), np.array([np.inf]), np.ones(1))
+    with pytest.raises(ValueError, match="epsilon"):
+        search_stages(StageTable((StageVariant.of(chain),), (kind,), (StageLink.none(2),), 1.0, 1.0), epsilon=1.0)

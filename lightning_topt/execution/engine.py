@@ -93,7 +93,7 @@ class Engine:
         parameters: dict[str, dict[str, nn.Parameter]] = {block: {**named} for block, named in self._parameters.items()}
         if self.plan.schedule is not None:
             self._stages = stages = PipelineRun.start(self.plan, self.module, device=self.device, example=example)
-            self._applied.append(Applied(undo=stages.release, no_sync=stages.no_sync))
+            self._applied.append(Applied(undo=stages.release, no_sync=stages.no_sync, joined=stages.joined))
             parameters = stages.kept_of(parameters)
         model = ParallelModel(
             module=self.module,
@@ -144,6 +144,12 @@ class Engine:
             return self._stages.run_step(microbatches, loss_fn, weights=factors)
         return run_in_turn(microbatches, partial(loss_fn, self._model), factors, around=self._around_microbatch)
 
+    @property
+    def stages(self) -> PipelineRun:
+        """Return what runs the stages of a plan that has some, once applied."""
+        assert self._stages is not None, "the plan has no stages, or is not applied"
+        return self._stages
+
     def evaluate(self, batch: Any, function: LossFunction) -> Any:
         """Return what ``function(model, batch)`` returns without gradients; a collective call of the ranks of a pipeline, each
         of which gets what the last stage returns. Call `sync_buffers` first, if steps of training came before.
@@ -186,7 +192,7 @@ class Engine:
 
     @contextmanager
     def joined(self) -> Generator[None, None, None]:
-        """Within it parameters that are cut along tensor axes are whole, so that ranks may run the module by themselves.
+        """Within it parameters cut along tensor axes or kept by stages are whole, so that ranks may run the module by themselves.
 
         Entering is a collective call.
         """

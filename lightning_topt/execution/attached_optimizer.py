@@ -76,7 +76,7 @@ class AttachedOptimizer:
         """Return the ``state_dict`` of one process on rank 0; other ranks may return a part."""
         if self._last is not None:
             return self._last
-        whole = gather_parameter_states(self._shards(), self._split)
+        whole = gather_parameter_states(self._shards(), self._split, everywhere=self._keeps_whole)
         with self._without_shards():
             if self.parallel_step is not None:
                 self.parallel_step.consolidate_state_dict()
@@ -121,8 +121,12 @@ class AttachedOptimizer:
     def load(self, state: Mapping[str, Any] | StoredOptimizer) -> None:
         """Take over a whole state, each rank its part, or a stored one, of which each rank reads its part."""
         if isinstance(state, StoredOptimizer):
-            state = state.read(parameters_of(self.optimizer), rows=self.rows_to_read, split=self._split)
+            state = self.read(state, rows=self.rows_to_read)
         self.optimizer.load_state_dict(place_optimizer_state(self.optimizer, state, self._split))
+
+    def read(self, stored: StoredOptimizer, *, rows: Callable[[int], range]) -> State:
+        """Return what a checkpoint folder has of the rows of each parameter's state that ``rows(index)`` says."""
+        return stored.read(parameters_of(self.optimizer), rows=rows, split=self._split)
 
     def to_host(self) -> None:
         """Take the state off the device for good, each rank its own: `full_state` and `own_state` still return it."""

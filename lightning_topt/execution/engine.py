@@ -93,7 +93,7 @@ class Engine:
         parameters: dict[str, dict[str, nn.Parameter]] = {block: {**named} for block, named in self._parameters.items()}
         if self.plan.schedule is not None:
             self._stages = stages = PipelineRun.start(self.plan, self.module, device=self.device, example=example)
-            self._applied.append(Applied(undo=stages.release, no_sync=stages.no_sync, joined=stages.joined))
+            self._applied.append(Applied(undo=stages.release, no_sync=stages.no_sync))
             parameters = stages.kept_of(parameters)
         model = ParallelModel(
             module=self.module,
@@ -104,7 +104,7 @@ class Engine:
             root=self.module if wrapped is None else wrapped,
             exchange=self.plan.gradient_exchange,
             options=self._options,
-            num_microbatches=self.plan.num_microbatches,
+            num_microbatches=1 if self._stages is not None else self.plan.num_microbatches,
         )
         for technique in TECHNIQUES:
             if (applied := technique.apply(model)) is not None:
@@ -114,6 +114,11 @@ class Engine:
         now = replaced_by(self._applied)
         self._slices = {now[original]: how.slices for original, how in self._split.items()}
         self._model, self.data_group = model.root, model.data_group
+        if self._stages is not None:
+            names = lambda: self._split_names  # noqa: E731
+            self._stages.follow(
+                self.slices_of, around=self.around_step, joined=self._whole_slices, whole=self.whole, split=names
+            )
         say_where_nodes_differ(self.plan, self._options.topology)
         return self._model
 
@@ -122,7 +127,9 @@ class Engine:
         replaced, attach = replaced_by(self._applied), [applied.attach for applied in self._applied]
         for optimizer in optimizers:
             if self._stages is not None:
-                self._optimizers[optimizer] = StageOptimizer(optimizer, self._stages, attach)
+                self._optimizers[optimizer] = StageOptimizer(
+                    optimizer, self._stages, replaced=replaced, split=self._split, attach=attach
+                )
                 continue
             self._optimizers[optimizer] = AttachedOptimizer(
                 optimizer, replaced=replaced, split=self._split, attach=attach
@@ -192,10 +199,15 @@ class Engine:
 
     @contextmanager
     def joined(self) -> Generator[None, None, None]:
-        """Within it parameters cut along tensor axes or kept by stages are whole, so that ranks may run the module by themselves.
+        """Within it parameters in slices or stages are whole, so that ranks may run the module by themselves.
 
         Entering is a collective call.
         """
+        with self._whole_slices(), nullcontext() if self._stages is None else self._stages.joined():
+            yield
+
+    @contextmanager
+    def _whole_slices(self) -> Generator[None, None, None]:
         with ExitStack() as stack:
             for applied in self._applied:
                 stack.enter_context(applied.joined())

@@ -17,8 +17,11 @@ from torch.utils import checkpoint
 WAY_OUT = 'Give an explicit plan, which needs no capture: AutoParallelStrategy(plan="ddp").'
 
 HERE = os.path.dirname(__file__)
+PASSES = os.path.join(os.path.dirname(HERE), "execution", "pipeline")
 LIBRARIES = tuple(
-    os.path.join(folder, "") for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), HERE} if folder
+    os.path.join(folder, "")
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), HERE, PASSES}
+    if folder
 )
 FAKE_ERRORS = (
     fake_tensor.DataDependentOutputException,
@@ -112,7 +115,7 @@ def _innermost(found: traceback.StackSummary) -> str:
     frames = [
         frame
         for frame in found
-        if not os.path.abspath(frame.filename).startswith((os.path.dirname(torch.__file__), HERE))
+        if not os.path.abspath(frame.filename).startswith((os.path.dirname(torch.__file__), HERE, PASSES))
     ]
     own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(LIBRARIES)] or frames
     if not own:

@@ -263,6 +263,8 @@ def _check_stages(plan: ParallelPlan) -> None:
         )
     if plan.schedule is not None and plan.num_microbatches < 1:
         raise PlanError(f"num_microbatches is at least 1, got {plan.num_microbatches}")
+    if plan.own_batches and plan.mesh.tensor_axes:
+        raise PlanError("own_batches: ranks along tensor axes get one batch, so leave it out, or these axes")
     if plan.own_batches and (plan.schedule is None or plan.num_microbatches != ranks):
         raise PlanError(
             f"own_batches is for pipelines whose ranks bring one microbatch each: num_microbatches is then the ranks along the "

@@ -35,10 +35,6 @@ class PipelineStages(Technique):
     def check(self, mesh: Mesh, configs: Mapping[str, OpConfig], exchange: ExchangeOptions | None) -> None:
         if not mesh.pipeline_axes:
             return
-        if mesh.tensor_axes:
-            raise ValueError(
-                "the mesh has a pipeline axis and tensor axes, which this release does not run together: leave one of them out"
-            )
         for block, config in configs.items():
             if config.storage.level > 1:
                 raise ValueError(

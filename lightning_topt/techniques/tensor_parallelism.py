@@ -7,6 +7,7 @@ captured as a step of its own: operators, memory and collectives of split blocks
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from lightning_topt.techniques.tensor_parallel.random_states import draw_alike
 from lightning_topt.techniques.tensor_parallel.split_mode import PLAIN, SplitMode
 from lightning_topt.techniques.tensor_parallel.split_parameters import (
     SplitParameter,
+    check_split,
     join_parameters,
     joined_parameters,
     split_parameters,
@@ -98,10 +100,15 @@ class TensorParallelism(Technique):
         if not model.mesh.tensor_axes:
             return None
         axes = TensorAxes.with_groups(model.mesh)
-        _take_over(model.module, model.device)
+        if not model.mesh.pipeline_axes:  # else they are rank 0's already, and most are not here
+            _take_over(model.module, model.device)
         if model.num_microbatches == 1:
             draw_alike(own_group(model.mesh.groups_along(model.mesh.tensor_axes)))
-        split = split_parameters(model.module, split_placements(model.configs, model.mesh), axes)
+        placements = split_placements(model.configs, model.mesh)
+        local_shapes = _local_shapes(model.module, placements, axes)
+        kept = {name for named in model.parameters.values() for name in named}
+        own = {name: along for name, along in placements.items() if name in kept or name not in local_shapes}
+        split = split_parameters(model.module, own, axes)
         new = {one.original: one.slice for one in split}
         model.parameters = {
             block: {name: new.get(parameter, parameter) for name, parameter in named.items()}
@@ -110,7 +117,7 @@ class TensorParallelism(Technique):
         model.split = {one.slice: one.how for one in split}
         rules = rules_of(model.configs, model.mesh)
         mode = SplitMode(axes, rule=rules.get("", PLAIN))
-        wrapped = _wrap(model, mode, split, rules)
+        wrapped = _wrap(model, mode, split, rules, local_shapes)
         hooks = [_whole_arguments(module, mode) for module in wrapped if _looks_back(module)]
         model.before_block = partial(_before_block, mode, wrapped)
 
@@ -177,6 +184,8 @@ class _SplitForward:
         self.is_joined = False  # parameters are whole for now, and ranks run by themselves
 
     def __deepcopy__(self, memo: Any) -> Any:
+        if self.is_joined:  # as it was without the mode
+            return copy.deepcopy(self.forward, memo)
         raise ValueError(
             "a module whose parameters are split cannot be copied: copy it before the fit, or keep its parameters whole"
         )
@@ -217,15 +226,20 @@ def _before_block(
 
 
 def _wrap(
-    model: ParallelModel, mode: SplitMode, split: Sequence[SplitParameter], rules: Mapping[str, BlockRule]
+    model: ParallelModel,
+    mode: SplitMode,
+    split: Sequence[SplitParameter],
+    rules: Mapping[str, BlockRule],
+    local_shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[nn.Module, _SplitForward]:
     """Wrap the modules that hold slices, and the blocks that have rules. What enters and leaves blocks that are there several
     times is as their rules say, else whole, as the search has it, which looks at one of them.
     """
     layouts = {one.slice: one.how.layout for one in split}
     blocks = {name: model.module.get_submodule(name) for name in model.configs if name}
-    count = Counter(map(_structure, blocks.values()))
-    repeated = {name for name, block in blocks.items() if count[_structure(block)] > 1}
+    structures = {name: _structure(name, block, local_shapes) for name, block in blocks.items()}
+    count = Counter(structures.values())
+    repeated = {name for name, structure in structures.items() if count[structure] > 1}
     by_block = {blocks[name]: rule for name, rule in rules_by_block(rules, blocks, repeated).items()}
     wrapped: dict[nn.Module, _SplitForward] = {}
     for module in model.module.modules():
@@ -252,8 +266,22 @@ def _whole_arguments(module: nn.Module, mode: SplitMode) -> RemovableHandle:
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _structure(block: nn.Module) -> tuple[Any, ...]:
-    return type(block), *((name, parameter.shape) for name, parameter in block.named_parameters())
+def _structure(name: str, block: nn.Module, local_shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, ...]:
+    named = ((own, f"{name}.{own}", parameter) for own, parameter in block.named_parameters())
+    return type(block), *((own, local_shapes.get(full, tuple(parameter.shape))) for own, full, parameter in named)
+
+
+def _local_shapes(
+    module: nn.Module, placements: Mapping[str, Placements], axes: TensorAxes
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of slices by name, those of parameters that this rank does not keep as well."""
+    whole = dict(module.named_parameters(remove_duplicate=False))
+    found = {}
+    for name, along in placements.items():
+        if name in whole:
+            check_split(name, tuple(whole[name].shape), along, axes)
+            found[name] = Layout(tuple(whole[name].shape), along).local_shape(axes.sizes)
+    return found
 
 
 def _unwrap(module: nn.Module) -> None:

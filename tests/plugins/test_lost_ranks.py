@@ -21,9 +21,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
 
-from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy, ParallelOptimizerStep
+from lightning_topt import (
+    AutoParallelStrategy,
+    CompressedDDPStrategy,
+    LocalStepsStrategy,
+    ParallelOptimizerStep,
+    PipelineStrategy,
+)
 from lightning_topt.communication.processes import process_state
+from lightning_topt.costs.cluster import Cluster, Device, Link
 from tests.plugins.trainer_ranks import RecordingGPT, _as_torchrun, loader, make_trainer
 from tests.preloaded import preloaded_python
 
@@ -73,6 +81,24 @@ class Loses(RecordingGPT):
         self._reach("checkpoint")
 
 
+class Fails(nn.LayerNorm):
+    """Raises an error when it has run for some microbatches, on whichever rank that is."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += self.training and type(x) is Tensor
+        if self.runs > 6:
+            raise MyError("on one rank only")
+        return super().forward(x)
+
+
+class FailsInBlock(Loses):
+    def __init__(self, where: str, number: int) -> None:
+        super().__init__(where, number)
+        self.norm = Fails(16)
+
+
 class SgdLoses(Loses):
     def configure_optimizers(self) -> Any:
         self._reach("planning")
@@ -104,6 +130,14 @@ def shared(**options: Any) -> Any:
     return lambda: (DDPStrategy(timeout=LIMIT), [ParallelOptimizerStep(always=True, timeout_seconds=8, **options)])
 
 
+def pipeline() -> Any:
+    """Groups of a pipeline are made later, with the limit that there is by then."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=12))
+    link = Link(1e-5, 1e9)
+    cluster = Cluster("toy", Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6), 2, 1, link, link, backend="gloo")
+    return PipelineStrategy(microbatches=2, cluster=cluster, timeout=LIMIT), []
+
+
 CASES: dict[str, tuple[Any, str, int]] = {
     "ddp": (topt("ddp"), "training", KILL),
     "ddp, error": (topt("ddp"), "training", RAISE),
@@ -122,6 +156,11 @@ CASES: dict[str, tuple[Any, str, int]] = {
     "shared step": (shared(), "training", KILL),
     "reduce-scatter": (shared(reduce_scatter=True), "training", STOP),
     "reduce-scatter, validation": (shared(reduce_scatter=True), "validation", STOP),
+    "pipeline": (pipeline, "training", STOP),
+    "pipeline, killed": (pipeline, "training", KILL),
+    "pipeline, error": (pipeline, "training", RAISE),
+    "pipeline, error in a block": (pipeline, "block", RAISE),
+    "pipeline, validation": (pipeline, "validation", KILL),
 }
 
 
@@ -129,7 +168,7 @@ def fit(rank: int, case: str, folder: str) -> str:
     make, where, number = CASES[case]
     strategy, callbacks = make()
     trainer = make_trainer(strategy, devices=2, callbacks=[*callbacks, Saves(folder)])
-    kind = SgdLoses if "compressed" in case else Loses
+    kind = SgdLoses if "compressed" in case else FailsInBlock if where == "block" else Loses
     try:
         trainer.fit(kind(where, number), loader(4), loader(4))
     except Exception as error:

@@ -21,8 +21,8 @@ AT_ONCE = 8  # parameters that travel at the same time
 
 
 class ForeignParameters:
-    """The `parameters` of a module of which the ranks ``holders[name]`` of `group` keep one each, its owner first; all keep
-    those without an entry.
+    """The parameters of `module` of which the ranks ``holders[name]`` of `group` keep one each, its owner first; all keep those
+    without an entry.
 
     `names` are those that this rank does not keep. Methods are collective calls of `group`, the ranks of this pipeline, but
     for `free` and `skipped_by_loading`.
@@ -30,26 +30,28 @@ class ForeignParameters:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        module: nn.Module,
         *,
         holders: Mapping[str, tuple[int, ...]],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self.parameters, self.group, self.device = dict(parameters), group, device
+        self._module, self.group, self.device = module, group, device
         self.holders, self._rank = dict(holders), dist.get_rank(group)
         self.owners = {name: ranks[0] for name, ranks in holders.items()}
         self.names = frozenset(name for name, ranks in holders.items() if self._rank not in ranks)
         self._is_joined = False
 
-    def __contains__(self, parameter: Tensor) -> bool:
-        """Return whether `parameter` is one of them now."""
-        return any(self.parameters[name] is parameter for name in self.names)
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the module has now, by their first names."""
+        return dict(self._module.named_parameters())
 
     def free(self) -> None:
         """Give their memory back."""
+        parameters = self.parameters
         for name in self.names:
-            parameter = self.parameters[name]
+            parameter = parameters[name]
             numeric = parameter.is_floating_point() or parameter.is_complex()
             value = torch.full((), float("nan") if numeric else 0, dtype=parameter.dtype, device=self.device)
             parameter.data = value.expand(parameter.shape)
@@ -58,10 +60,11 @@ class ForeignParameters:
     @torch.no_grad()
     def restore(self) -> None:
         """Let every rank have all of them again, as their owners do."""
+        parameters = self.parameters
         for names in _batches(list(self.owners)):
             for name in names:
                 if name in self.names:
-                    parameter = self.parameters[name]
+                    parameter = parameters[name]
                     parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
             works = [
                 dist.broadcast(self.parameters[name].data, group=self.group, group_src=self.owners[name], async_op=True)
@@ -86,25 +89,26 @@ class ForeignParameters:
     @contextmanager
     def whole_on_first(self) -> Generator[None, None, None]:
         """Within it the first rank of the pipeline has all parameters, those of other ranks in host memory."""
-        before = {}
+        before, parameters = {}, self.parameters
         missing = () if self._is_joined else (name for name, ranks in self.holders.items() if 0 not in ranks)
         for name in sorted(missing):
             if self._rank == 0 and name in self.names:
-                parameter = self.parameters[name]
+                parameter = parameters[name]
                 value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
                 dist.recv(value, group=self.group, group_src=self.owners[name])
                 before[name], parameter.data = parameter.data, value.cpu()
             elif self._rank == self.owners[name]:
-                dist.send(self.parameters[name].data.contiguous(), group=self.group, group_dst=0)
+                dist.send(parameters[name].data.contiguous(), group=self.group, group_dst=0)
         try:
             yield
         finally:
             for name, value in before.items():
-                self.parameters[name].data = value
+                parameters[name].data = value
 
     def skipped_by_loading(self) -> TorchFunctionMode:
         """Return a mode within which ``load_state_dict`` leaves them alone."""
-        return _Skipping({id(self.parameters[name]) for name in self.names})
+        parameters = self.parameters
+        return _Skipping({id(parameters[name]) for name in self.names})
 
 
 class _Skipping(TorchFunctionMode):
@@ -127,7 +131,7 @@ def place_parameters(
     """
     parameters = dict(module.named_parameters())
     holders = {name: ranks for name in parameters if (ranks := layout.holders(name))}
-    placed = ForeignParameters(parameters, holders=holders, group=groups.row, device=device)
+    placed = ForeignParameters(module, holders=holders, group=groups.row, device=device)
     for name, parameter in parameters.items():
         of_first = _from_rank_0(parameter.data.to(device))
         parameter.data = parameter.data if name in placed.names else of_first

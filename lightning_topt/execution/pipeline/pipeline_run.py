@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.pipeline.foreign_parameters import place_parameters
 from lightning_topt.execution.pipeline.messages import Around, around_actions
 from lightning_topt.execution.pipeline.pipeline_groups import PipelineGroups
@@ -20,15 +21,15 @@ from lightning_topt.execution.pipeline.shared_values import share_value
 from lightning_topt.execution.pipeline.stage_buffers import StageBuffers
 from lightning_topt.execution.pipeline.stage_gradients import StageExchanges
 from lightning_topt.execution.pipeline.stage_layout import StageLayout
-from lightning_topt.execution.pipeline.stage_norms import clip_norm_
+from lightning_topt.execution.pipeline.stage_norms import StageNorms
 from lightning_topt.execution.pipeline.stage_peers import Peers
 from lightning_topt.execution.pipeline.step_flows import StageFlow, Step, StepFlows
-from lightning_topt.execution.sharded_checkpoint import StoredModule
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.schedules.forward_only import forward_schedule
 from lightning_topt.schedules.make_schedule import make_schedule
 from lightning_topt.schedules.schedule import Schedule
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, draw_alike
+from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 
 class Example(NamedTuple):
@@ -60,11 +61,13 @@ class PipelineRun:
         self.layout = StageLayout.of_flow(first.flow, first.stage_of_call, module, rank_of_stage=ranks)
         pipelines = plan.mesh.groups_along(plan.mesh.pipeline_axes)
         self._peers = Peers.of_pipelines(pipelines, self.schedule, rank=dist.get_rank(), device=device)
-        self._parameters = dict(module.named_parameters())
+        self._originals = dict(module.named_parameters())
         self.foreign = place_parameters(module, self.layout, self.groups, device=device)
-        self._exchanges = StageExchanges(self._parameters, self.layout, self.groups)
         self._buffers = StageBuffers(module, self.layout, self.groups)
         self._synchronizes, self._failed = True, False
+        self._around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._split: Callable[[], Mapping[str, SplitTensor]] = dict
+        self.follow(lambda parameter: 1)
 
     @classmethod
     def start(
@@ -80,6 +83,23 @@ class PipelineRun:
         except ValueError as error:
             raise PlanError(str(error)) from error
 
+    def follow(
+        self,
+        slices_of: Callable[[Tensor], int],
+        *,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        joined: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        whole: Callable[[Any], Any] = lambda value: value,
+        split: Callable[[], Mapping[str, SplitTensor]] = dict,
+    ) -> None:
+        """Take up what techniques did to the parameters that this rank keeps; arguments are the engine's methods.
+
+        `split` says how the parameters by these names are cut now.
+        """
+        self._around, self._split, self._flows.joined, self._flows.whole = around, split, joined, whole
+        self._exchanges = StageExchanges(dict(self.module.named_parameters()), self.layout, self.groups)
+        self._norms = StageNorms(self.groups, self.device, self._exchanges.counted_elsewhere, slices_of)
+
     def kept_of(self, named: Mapping[str, Mapping[str, nn.Parameter]]) -> dict[str, dict[str, nn.Parameter]]:
         """Return those of the parameters, by block and name, that this rank keeps."""
         kept = self.own_parameters()
@@ -87,11 +107,11 @@ class PipelineRun:
 
     def own_parameters(self) -> frozenset[nn.Parameter]:
         """Return the parameters that this rank keeps."""
-        return frozenset(p for name, p in self._parameters.items() if name not in self.foreign.names)
+        return frozenset(p for name, p in self._originals.items() if name not in self.foreign.names)
 
     def owners(self) -> dict[Tensor, int]:
         """Return the rank of the pipeline whose state of each parameter is saved."""
-        return {p: self.foreign.owners.get(name, 0) for name, p in self._parameters.items()}
+        return {p: self.foreign.owners.get(name, 0) for name, p in self._originals.items()}
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -140,15 +160,16 @@ class PipelineRun:
         program = self._program(schedule, flows)
         passes = [flow.passes for flow in flows]
         try:
-            return run_actions(
-                program,
-                passes,
-                self._peers,
-                [partial(step, self.module, microbatch) for microbatch in microbatches],
-                last_stage=schedule.num_stages - 1,
-                loss_of=None if factors is None else lambda index, result: _loss(result) * factors[index],
-                ended=self._exchanges.stage_ended if self._synchronizes and factors is not None else _nothing,
-            )
+            with self._around():
+                return run_actions(
+                    program,
+                    passes,
+                    self._peers,
+                    [partial(step, self.module, microbatch) for microbatch in microbatches],
+                    last_stage=schedule.num_stages - 1,
+                    loss_of=None if factors is None else lambda index, result: _loss(result) * factors[index],
+                    ended=self._exchanges.stage_ended if self._synchronizes and factors is not None else _nothing,
+                )
         except BaseException:
             self._failed = True
             self._peers.forget()
@@ -218,14 +239,7 @@ class PipelineRun:
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages to a common norm of at most `max_norm`; returns the norm before."""
-        return clip_norm_(
-            parameters,
-            max_norm,
-            norm_type=norm_type,
-            counted_elsewhere=self._exchanges.counted_elsewhere,
-            group=self.groups.row,
-            device=self.device,
-        )
+        return self._norms.clip(parameters, max_norm, norm_type=norm_type)
 
     @contextmanager
     def joined(self) -> Generator[None, None, None]:
@@ -243,24 +257,26 @@ class PipelineRun:
     def module_state(self) -> dict[str, Any]:
         """Return the whole module's state on rank 0, an empty one elsewhere."""
         self._buffers.sync()
-        if self.groups.data_rank != 0:
-            return {}
-        with self.foreign.whole_on_first():
-            return self.module.state_dict() if self.groups.rank == 0 else {}
+        with self._flows.joined():
+            if not self.groups.saves:
+                return {}
+            with self.foreign.whole_on_first():
+                return self.module.state_dict() if self.groups.rank == 0 else {}
 
     def own_module_state(self) -> dict[str, Any]:
-        """Return the part of the module's state that this rank keeps."""
+        """Return the part of the module's state that this rank keeps, slices of it where it is cut."""
         self._buffers.sync()
-        foreign = {id(self._parameters[name]) for name in self.foreign.names}
+        parameters = self.foreign.parameters
+        foreign = {id(parameters[name]) for name in self.foreign.names}
         named = self.module.named_parameters(remove_duplicate=False)
         names = {name for name, parameter in named if id(parameter) in foreign}
-        return {name: value for name, value in self.module.state_dict().items() if name not in names}
+        state = module_state(self.module, self._split(), full=False)
+        return {name: value for name, value in state.items() if name not in names}
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load a whole state, or a stored one, each rank its part."""
-        state = state.read() if isinstance(state, StoredModule) else state
         with self.foreign.skipped_by_loading():
-            self.module.load_state_dict(state, strict=strict)
+            load_module_state(self.module, state, self._split() or None, strict=strict)
 
     def release(self) -> None:
         """Let every rank have the whole module again."""

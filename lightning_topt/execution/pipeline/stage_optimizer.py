@@ -16,6 +16,7 @@ from lightning_topt.execution.pipeline.shared_values import share_value
 from lightning_topt.execution.sharded_checkpoint import StoredOptimizer
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep
+from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
 
@@ -28,9 +29,17 @@ class StageOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, run: PipelineRun, attach: Sequence[Callable[[Optimizer], ParallelStep | None]]
+        self,
+        optimizer: Optimizer,
+        run: PipelineRun,
+        *,
+        replaced: Mapping[Tensor, Tensor],
+        split: Mapping[Tensor, SplitTensor],
+        attach: Sequence[Callable[[Optimizer], ParallelStep | None]],
     ) -> None:
-        owners, kept = run.owners(), run.own_parameters()
+        owners, kept = run.owners(), set[Tensor](run.own_parameters())
+        owners |= {replaced[original]: owner for original, owner in owners.items() if original in replaced}
+        kept |= {replaced[original] for original in kept if original in replaced}
         parameters = parameters_of(optimizer)
         self._owners = {index: owners.get(parameter, 0) for index, parameter in enumerate(parameters)}
         self._foreign = {index for index, p in enumerate(parameters) if p in owners and p not in kept}
@@ -38,14 +47,14 @@ class StageOptimizer:
         for index in self._foreign:
             optimizer.state.pop(parameters[index], None)
         self._attached = AttachedOptimizer(
-            optimizer, replaced={}, split={}, attach=attach, keeps_whole=run.groups.data_rank == 0
+            optimizer, replaced=replaced, split=split, attach=attach, keeps_whole=run.groups.data_rank == 0
         )
         self.optimizer = optimizer
 
     def full_state(self) -> State:
         """Return the ``state_dict`` of one process on rank 0, an empty one elsewhere."""
         own = self._attached.full_state()
-        if self._groups.data_rank != 0:
+        if not self._groups.saves:
             return {}
         states: dict[int, State] = {}
         for place in range(len(self._groups.pipeline)):
@@ -68,7 +77,7 @@ class StageOptimizer:
     def load(self, state: Mapping[str, Any] | StoredOptimizer) -> None:
         """Take over a whole state, each rank its part."""
         if isinstance(state, StoredOptimizer):
-            state = state.read(parameters_of(self.optimizer), rows=self._rows_to_read, split={})
+            state = self._attached.read(state, rows=self._rows_to_read)
         own = {index: values for index, values in state["state"].items() if index not in self._foreign}
         self._attached.load({**state, "state": own})
 

@@ -65,6 +65,7 @@ class StagePass:
         stage_of_call: the stage of each call of the flow (see `assign_calls`).
         units: the named blocks.
         order: of random numbers; one object for all passes of a rank.
+        whole: makes whole tensors of those that are in slices in what a unit, or the step, returns.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class StagePass:
         units: Sequence[str],
         device: torch.device | str = "cpu",
         order: RandomOrder | None = None,
+        whole: Callable[[Any], Any] | None = None,
     ) -> None:
+        self._whole = whole or (lambda value: value)
         self.flow, self.stage_of_call = flow, tuple(stage_of_call)
         self._last = max(stage_of_call, default=0)
         self._stand_ins = StandIns(torch.device(device))
@@ -110,7 +113,12 @@ class StagePass:
             self._current, result = state, None
             try:
                 with replaced(attributes):
-                    result = run()
+                    result = self._whole(run())
+                if state.is_done:
+                    raise CaptureError(
+                        "the step catches BaseException (or has a bare except), by which a stage of a pipeline ends its pass; "
+                        "catch Exception"
+                    )
             except StageDone:
                 if not state.is_done:
                     raise
@@ -158,7 +166,7 @@ class StagePass:
         check_real((args, kwargs), f"block {path!r} is given")
         state.is_inside = True
         try:
-            result = call(*args, **kwargs)
+            result = self._whole(call(*args, **kwargs))
         finally:
             state.is_inside = False
         self._keep(state, unit.index, result)
@@ -168,7 +176,8 @@ class StagePass:
         self, state: _Forward, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Let a call of this stage run that is recomputed in the backward pass."""
-        stages = {self.stage_of_call[unit.index] for unit in self.flow.calls if unit.module == path}
+        of_path = (unit for unit in self.flow.calls if f"{path}.".startswith(f"{unit.module}."))
+        stages = {self.stage_of_call[unit.index] for unit in of_path}
         if state.stage_index not in stages:
             raise CaptureError(
                 f"the backward pass of stage {state.stage_index} recomputes a part of the step that calls block {path!r}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,9 @@ class StepFlows:
         self._module, self._device = module, device
         self._stages = [tuple(blocks) for blocks in stages]
         self.order = RandomOrder(device)
-        self._submodules, self._parameters = list(module.modules()), list(module.parameters())
+        self.whole: Callable[[Any], Any] = lambda value: value  # of tensors that are in slices
+        self.joined: Callable[[], AbstractContextManager[Any]] = nullcontext  # within it parameters are whole
+        self._submodules = list(module.modules())
         self._known: dict[Hashable, StageFlow] = {}
         self._modules: list[tuple[str, ...]] = []  # of each stage in the first step, the unnamed ones too
 
@@ -66,10 +69,11 @@ class StepFlows:
 
     def _modes(self) -> Hashable:
         training = [submodule.training for submodule in self._submodules]
-        return tuple(training), tuple([parameter.requires_grad for parameter in self._parameters])
+        return tuple(training), tuple([parameter.requires_grad for parameter in self._module.parameters()])
 
     def _trace(self, step: Step, microbatch: Any) -> StageFlow:
-        flow = trace_flow(self._module, step, microbatch, units=self.units, device=self._device)
+        with self.joined():
+            flow = trace_flow(self._module, step, microbatch, units=self.units, device=self._device)
         stage_of_call = assign_calls(flow, self._stages_for(flow))
         if not self._modules:
             self._modules = _alone(flow, stage_of_call, len(self._stages))

@@ -1,0 +1,313 @@
+"""Passes of stages under autocast and without gradients, with metrics and logs, hooks and checkpoints; and their errors."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import weakref
+from functools import partial, reduce
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_topt.execution.pipeline.random_order import RandomOrder
+from lightning_topt.execution.pipeline.stage_pass import StagePass
+from lightning_topt.graph.errors import CaptureError
+from lightning_topt.graph.flow_stages import assign_calls
+from lightning_topt.graph.flow_trace import trace_flow
+from lightning_topt.graph.step_run import call_training_step
+from tests.execution.pipeline.pipelined_models import MODELS, Mixed
+from tests.execution.pipeline.stages_in_turn import assert_same, run_plain, run_stages
+from tests.execution.pipeline.test_stage_pass import microbatches
+from tests.foreign.transformers_models import (
+    HALVES,
+    PATCHES,
+    VOCAB,
+    Pretrained,
+    language,
+    picture_and_label,
+    translation,
+)
+from tests.models import GPT, ConvNet, batch_for
+
+GPT_STAGES = [["blocks.0"], ["blocks.1"], ["norm", "head"]]
+
+
+class Chain(nn.Module):
+    """Three linear layers; `flag` changes what steps do with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.flag = True
+
+
+def stage_pass(module: nn.Module, step: Any, batch: Any, stages: Any) -> StagePass:
+    flow = trace_flow(module, step, batch, units=[block for stage in stages for block in stage])
+    return StagePass(module, flow, assign_calls(flow, stages), units=[block for stage in stages for block in stage])
+
+
+def forward_all(passes: StagePass, run: Any, microbatch: int = 0) -> Any:
+    """All stages of one microbatch; what the last one returned."""
+    held: dict[Any, Tensor] = {}
+    for stage in range(max(passes.stage_of_call) + 1):
+        output = passes.forward(stage, microbatch, run, dict(held))
+        held |= output.sent
+    return output.result
+
+
+def test_autocast():
+    module = GPT(dropout=0.1)
+    batches = microbatches(module, 2)
+    context = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    plain = run_plain(module, batches, context=context)
+    got = run_stages(module, batches, GPT_STAGES, context=context)
+    assert_same(got, plain)
+    assert got.flow.calls[2].leaves[0].dtype == torch.float32  # residuals stay wide
+    assert got.flow.calls[-1].leaves[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation(mode):
+    module = GPT(dropout=0.1).eval()
+    batch = batch_for(module)
+
+    def step(module: Any, batch: Any) -> Any:
+        return {"logits": module(batch[0]), "count": 3}
+
+    with mode():
+        passes = stage_pass(module, step, batch, GPT_STAGES)
+        result = forward_all(passes, lambda: step(module, batch))
+        assert torch.equal(result["logits"], step(module, batch)["logits"])
+    assert result["count"] == 3
+    assert not passes._passes
+
+
+def test_the_last_stage_alone_logs_and_measures():
+    module = ConvNet()
+    logged: list[Any] = []
+    module.log = lambda name, value, **options: logged.append(name)
+    batch = batch_for(module)
+    passes = stage_pass(module, call_training_step, batch, [["conv1"], ["conv2"], ["hidden"]])
+    torch.manual_seed(1)
+    forward_all(passes, lambda: call_training_step(module, batch))
+    assert logged == ["train_accuracy"]
+    assert module.accuracy.tp.sum() + module.accuracy.fn.sum() == len(batch[1])
+    assert module.log is not None
+    assert "_compiled_call_impl" not in vars(module.conv1)
+
+
+def test_hooks_of_users_run_where_the_module_runs():
+    module = GPT()
+    called: list[int] = []
+    module.blocks[0].register_forward_hook(lambda *_: called.append(0))
+    module.blocks[1].register_forward_pre_hook(lambda *_: called.append(1))
+    batch = batch_for(module)
+    forward_all(stage_pass(module, call_training_step, batch, GPT_STAGES), lambda: call_training_step(module, batch))
+    assert called == [0, 1]
+
+
+def test_uneven_microbatches_draw_in_one_order():
+    module = GPT(layers=2, dropout=0.2)
+    sizes = [batch_for(module, 3), batch_for(module, 1), batch_for(module, 3)]
+    plain = run_plain(module, sizes)
+    units = [block for stage in GPT_STAGES for block in stage]
+    order, losses = RandomOrder(torch.device("cpu")), []
+    flows = [trace_flow(module, call_training_step, batch, units=units) for batch in sizes]
+    passes = [StagePass(module, flow, assign_calls(flow, GPT_STAGES), units=units, order=order) for flow in flows]
+    for _ in range(2):  # two steps, and stages in the order of microbatches
+        torch.manual_seed(5)
+        held: dict[Any, Tensor] = {}
+        for stage in range(3):
+            for index, batch in enumerate(sizes):
+                received = {ref: t for (number, ref), t in held.items() if number == index}
+                output = passes[index].forward(stage, index, partial(call_training_step, module, batch), received)
+                held |= {(index, ref): t for ref, t in output.sent.items()}
+                if stage == 2:
+                    losses.append(output.result.detach())
+        assert torch.equal(torch.get_rng_state(), plain.random_state)
+    for got, wanted in zip(losses, plain.losses * 2, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_microbatch_is_forgotten_after_its_backward_pass():
+    module = Chain()
+    kept: list[Any] = []
+
+    def step(module: Any, batch: Tensor) -> Tensor:
+        x = module.a(batch).tanh()
+        kept.append(weakref.ref(x))
+        return module.b(x).sum()
+
+    batch = torch.randn(2, 4)
+    passes = stage_pass(module, step, batch, [["a"], ["b"]])
+    kept.clear()
+    sent = passes.forward(0, 0, lambda: step(module, batch), {}).sent
+    loss = passes.forward(1, 0, lambda: step(module, batch), sent).result
+    assert kept[1]() is not None or gc.isenabled()
+    made = passes.backward(1, 0, {}, loss=loss)
+    del loss
+    passes.backward(0, 0, made)
+    assert [ref() for ref in kept] == [None, None]
+
+
+def test_what_has_no_influence_gets_zeros():
+    module = Chain()
+
+    def step(module: Any, batch: Tensor) -> Tensor:
+        x = module.a(batch)
+        return module.b(x.detach()).sum()
+
+    batch = torch.randn(2, 4)
+    passes = stage_pass(module, step, batch, [["a"], ["b"]])
+    sent = passes.forward(0, 0, lambda: step(module, batch), {}).sent
+    loss = passes.forward(1, 0, lambda: step(module, batch), sent).result
+    (made,) = passes.backward_input(1, 0, {}, loss=loss).values()
+    assert torch.equal(made, torch.zeros(2, 4))
+    assert module.b.weight.grad is None
+    passes.backward_weight(1, 0)
+    assert module.b.weight.grad is not None
+
+
+def checked(module: Any, batch: Tensor) -> Tensor:
+    return module.b(checkpoint(module.a, batch.requires_grad_(), use_reentrant=False)).sum()
+
+
+def checked_both(module: Any, batch: Tensor) -> Tensor:
+    return checkpoint(lambda x: module.b(module.a(x).sin()).sin(), batch, use_reentrant=False).sum()
+
+
+def test_checkpoints_of_single_blocks_run_and_those_of_several_are_refused():
+    batches = [torch.randn(2, 4)]
+    for split in (False, True):
+        module = Chain()
+        got = run_stages(module, batches, [["a"], ["b"]], step=checked, split=split)
+        assert_same(got, run_plain(module, batches, step=checked))
+    passes = stage_pass(module, checked_both, batches[0], [["a"], ["b"]])
+    held = passes.forward(0, 0, lambda: checked_both(module, batches[0]), {}).sent
+    loss = passes.forward(1, 0, lambda: checked_both(module, batches[0]), held).result
+    with pytest.raises(CaptureError, match="recomputes a part of the step that calls block 'a'"):
+        passes.backward(1, 0, {}, loss=loss)
+
+
+def calls_again(module: Any, batch: Tensor) -> Tensor:
+    x = module.b(module.a(batch))
+    return module.c(x if module.flag else module.c(x)).sum()
+
+
+def takes_other(module: Any, batch: Tensor) -> Tensor:
+    x = module.a(batch)
+    y = module.b(x)
+    return module.c(y if module.flag else x + y).sum()
+
+
+def reads(module: Any, batch: Tensor) -> Tensor:
+    x = module.a(batch)
+    y = module.b(x)
+    if not module.flag and x.sum() > 0:  # here
+        y = y + 1
+    return module.c(y).sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (calls_again, "calls 'c'.* expected no further block"),
+        (takes_other, "block 'c' is given a tensor that this stage did not receive"),
+        (reads, r"stage 2 .* in reads: if not module.flag and x.sum\(\) > 0:  # here"),
+    ],
+)
+def test_steps_that_do_not_do_what_their_trace_did(step, message):
+    module = Chain()
+    batch = torch.randn(2, 4)
+    passes = stage_pass(module, step, batch, [["a"], ["b"], ["c"]])
+    first = passes.forward(0, 0, lambda: step(module, batch), {})
+    second = passes.forward(1, 0, lambda: step(module, batch), first.sent)
+    module.flag = False
+    with pytest.raises(CaptureError, match="(?s)" + message):
+        passes.forward(2, 0, lambda: step(module, batch), second.sent)
+    assert all("_compiled_call_impl" not in vars(each) for each in module.modules())
+
+
+@pytest.mark.parametrize(("caught", "raises"), [(Exception, False), (BaseException, True)])
+def test_code_that_catches_exceptions(caught, raises):
+    def step(module: Any, batch: Tensor) -> Tensor:
+        try:
+            return module.b(module.a(batch)).sum()
+        except caught:
+            return batch.sum()
+
+    module, batch = Chain(), torch.randn(2, 4)
+    passes = stage_pass(module, step, batch, [["a"], ["b"]])
+    if raises:
+        with pytest.raises(CaptureError, match="catches BaseException"):
+            passes.forward(0, 0, lambda: step(module, batch), {})
+    else:
+        assert passes.forward(0, 0, lambda: step(module, batch), {}).sent
+
+
+def test_an_error_of_the_user_passes_through():
+    module = Chain()
+
+    def step(module: Any, batch: Tensor) -> Tensor:
+        x = module.a(batch)
+        if not module.flag:
+            raise KeyError("mine")
+        return module.b(x).sum()
+
+    batch = torch.randn(2, 4)
+    passes = stage_pass(module, step, batch, [["a"], ["b"]])
+    module.flag = False
+    with pytest.raises(KeyError, match="mine"):
+        passes.forward(0, 0, lambda: step(module, batch), {})
+    module.flag = True
+    passes.forward(0, 0, lambda: step(module, batch), {})
+
+
+def llama() -> Any:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**HALVES, "num_hidden_layers": 3, "tie_word_embeddings": True}))
+
+
+def t5() -> Any:
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
+
+
+def vit() -> Any:
+    return hf.ViTForImageClassification(hf.ViTConfig(**PATCHES, num_labels=5))
+
+
+@pytest.mark.parametrize(
+    ("make", "sample", "stages"),
+    [
+        (llama, language, ["layers.0", "layers.1", "layers.2"]),
+        (t5, translation, ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]),
+        (vit, picture_and_label, ["layers.0", "layers.1"]),
+    ],
+)
+def test_models_of_transformers(make, sample, stages):
+    torch.manual_seed(0)
+    module = Pretrained(make()).train()
+    stages = [[path] for name in stages for path, _ in module.named_modules() if path.endswith("." + name)]
+    source = torch.Generator().manual_seed(1)
+    samples = [[sample(source, index) for index in range(2)] for _ in range(2)]
+    batches = [{key: torch.stack([row[key] for row in rows]) for key in rows[0]} for rows in samples]
+    plain = run_plain(module, batches)
+    assert_same(run_stages(module, batches, stages), plain)
+    got = run_stages(module, batches, [reduce(operator.iadd, stages[:-1], []), stages[-1]], split=True)
+    assert_same(got, plain)
+    assert not got.flow.reads_values
+
+
+def test_models_of_this_folder_keep_their_flow_between_microbatches():
+    for model in MODELS:
+        module = model()
+        units = list(module.blocks)
+        one, other = (trace_flow(module, call_training_step, module.batch(2), units=units) for _ in range(2))
+        assert one == other
+        assert trace_flow(module, call_training_step, module.batch(3), units=units) != one
+    assert Mixed in MODELS

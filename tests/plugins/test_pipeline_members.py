@@ -1,0 +1,69 @@
+"""Ranks of a pipeline that bring a batch each train as under ddp, whatever the step does with its batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from tests.plugins.test_turns import CLIPPED, Case, OwnBatches, Rich, assert_equal, results_of
+from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
+
+
+class Staged(Rich):
+    """Without statistics of batches; draws in the loss as well, and keeps generators' numbers."""
+
+    def __init__(self, width: int = 16, dropout: float = 0.1) -> None:
+        super().__init__(width, dropout)
+        self.batch_norm = nn.Identity()  # type: ignore[assignment]
+
+    def losses(self, batch: Any) -> Any:
+        words, within, logits = super().losses(batch)
+        return words + 0.01 * torch.rand(()) * logits.square().mean(), within, logits
+
+
+def staged_plan(data: int, *, storage: str = "ddp", recompute: bool = False, schedule: str = "1f1b") -> dict[str, Any]:
+    first = [{"block": "tokens", "storage": storage}, {"block": "blocks.0", "storage": storage, "recompute": recompute}]
+    second = [{"block": "blocks.1", "storage": storage, "recompute": recompute}, {"block": "", "storage": storage}]
+    mesh = [{"name": "pipeline", "size": 2, "scope": "inter"}, {"name": "data", "size": data}]
+    stages = [{"blocks": first}, {"blocks": second}]
+    rest = {"schedule": schedule, "num_microbatches": 2, "own_batches": True}
+    return {"version": 2, "mesh": mesh, **rest, "stages": stages}
+
+
+def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    found = []
+    for topt in (False, True):
+        torch.manual_seed(rank)
+        module = Staged(case.width)
+        rest = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
+        strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
+        found.append(results_of(strategy or make_trainer("ddp", devices=case.ranks, **rest), module, 10 + rank))
+    return found[0], found[1]
+
+
+def check(case: Case, *, relative: float = 1e-5) -> dict[str, Any]:
+    results = on_ranks(both, case, world_size=case.ranks)
+    for rank, (expected, found) in enumerate(results):
+        assert_equal(expected, found, rank=rank)
+        losses = [[output[0] for output in each["outputs"]] for each in (expected, found)]
+        assert losses[1] == pytest.approx(losses[0], rel=relative)
+        for name, value in expected["state"].items():
+            torch.testing.assert_close(found["state"][name], value, rtol=relative, atol=relative)
+    return results[0][1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, staged_plan(1, recompute=True)),
+        Case(4, staged_plan(2, storage="zero1"), {**CLIPPED, "accumulate_grad_batches": 2}),
+    ],
+)
+def test_a_fit_in_stages_is_that_of_ddp(case: Case) -> None:
+    check(case)

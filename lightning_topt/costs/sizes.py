@@ -9,7 +9,7 @@ from lightning_topt.graph.op_graph import Parameter
 
 ROOT = ""  # the block of everything outside the named blocks
 
-_ITEM_BYTES = {
+ITEM_BYTES = {
     **{"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex32": 4, "complex64": 8, "complex128": 16},
     **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1},
 }
@@ -17,7 +17,7 @@ _ITEM_BYTES = {
 
 def parameter_bytes(parameter: Parameter) -> int:
     """Return the bytes of the whole parameter."""
-    return parameter.numel * _ITEM_BYTES[parameter.dtype.removeprefix("torch.")]
+    return parameter.numel * ITEM_BYTES[parameter.dtype.removeprefix("torch.")]
 
 
 def gradient_bytes(parameter: Parameter) -> int:

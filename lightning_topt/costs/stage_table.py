@@ -6,7 +6,8 @@ of them a stage holds activations of at most (its schedule says how many), every
     step_seconds   sum over stages of lead  +  the largest load of a stage
                    lead = lead_rate * seconds + constants         what the first microbatch takes on its way through
                    load = load_rate * seconds + once_rate * once + constants       what the slowest stage takes besides
-    peak_bytes     the largest of           static + w * kept + the largest hump
+    peak_bytes     the largest of           static + w * kept + the largest hump        while passes run
+                                            static + update                             while the optimizer steps
 
 1F1B and GPipe have lead_rate 1, load_rate M - 1. A stage that begins with block n pays for what it receives (`StageLink`).
 """
@@ -72,18 +73,21 @@ class StageChain:
 
 @dataclass(frozen=True, eq=False)
 class StageVariant:
-    """One way for all blocks of a stage: `lead`, `load` and `static` (distinct block,) come on top of those of `chain`."""
+    """One way for all blocks of a stage: `lead`, `load` and `static` (distinct block,) come on top of those of `chain`;
+    `update` are bytes that the optimizer takes while it steps.
+    """
 
     chain: StageChain
     lead: Array
     load: Array
     static: Array
+    update: Array
 
     @classmethod
     def of(cls, chain: StageChain) -> StageVariant:
         """Return the costs of `chain` as they are."""
         nothing = np.zeros(len(chain.blocks))
-        return cls(chain, nothing, nothing, nothing)
+        return cls(chain, nothing, nothing, nothing, nothing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,4 +177,5 @@ class StageTable:
             lead, kept = lead + float(link.lead[first]), kept + float(link.kept[first])
             load = max(load + float(link.load[first]), float(link.floor[first]))
         hump = max(float(block.hump[c]) for block, c in blocks)
-        return float(lead), float(load), float(static + stage.in_flight * kept + hump)
+        update = sum(float(variant.update[kind]) for kind in kinds)
+        return float(lead), float(load), float(static + max(stage.in_flight * kept + hump, update))

@@ -142,6 +142,13 @@ class TrainingStep:
             other.__dict__[name] = getattr(self, name)
         return other
 
+    def with_batch_size(self, samples: float) -> TrainingStep:
+        """Return the same step with so many samples per rank; what does not depend on them is not worked out again."""
+        other = replace(self, batch_size=samples)
+        for name in ("segments", "reduced_last", "tied", "phases", "_parameters"):
+            other.__dict__[name] = getattr(self, name)
+        return other
+
     @property
     def on_gloo(self) -> bool:
         """Whether ranks communicate through gloo."""

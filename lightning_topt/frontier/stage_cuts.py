@@ -13,7 +13,7 @@ from lightning_topt.costs.stage_table import StageBlock, StageTable
 from lightning_topt.frontier.pareto import Array, Rows
 from lightning_topt.frontier.stage_states import StageStates, configs_of_run, run_states, runs_of, stage_states
 
-_SMALL = 2**15  # stages times states up to which compiled code is not worth loading
+_SMALL = 2**12  # stages times states up to which compiled code is not worth loading
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StageCuts:
             states.append(int(chosen[s, end]))
             end = int(came[s, end])
         rows = np.array(states[::-1])
-        sizes = self._costs[2, rows] + self._in_flight * self._costs[3, rows]
+        sizes = _sizes(self._costs[:, rows], self._in_flight)
         largest = float(self._costs[1, rows].max()), float(sizes.max())
         return Cut(float(best[-1, -1]), *largest, tuple(ends[::-1]), tuple(states[::-1]))
 
@@ -133,6 +133,12 @@ class StageCuts:
         return np.ascontiguousarray(np.concatenate([group.costs for group in self._groups], axis=1))
 
 
+def _sizes(costs: Array, in_flight: Array | float) -> Array:
+    """Bytes (n,) of stages."""
+    _, _, static, kept, hump, update = costs
+    return np.asarray(static + np.maximum(in_flight * kept + hump, update))
+
+
 def _least(block: StageBlock, table: StageTable) -> float:
     """The least seconds of load of a block."""
     allowed = np.isfinite(block.seconds)
@@ -158,7 +164,7 @@ def _cheapest_cuts(
     picked: dict[tuple[int, float], Rows] = {}
     for s, (group, w) in enumerate(zip(stages.tolist(), in_flight.tolist(), strict=True)):
         if (group, w) not in picked:
-            allowed = (costs[1] < limits[1]) & (costs[2] + w * costs[3] < limits[0])
+            allowed = (costs[1] < limits[1]) & (_sizes(costs, w) < limits[0])
             place = np.where(allowed, np.arange(states), states)
             picked[group, w] = np.full(len(first), states)
             picked[group, w][some] = np.minimum.reduceat(place, first[some])

@@ -16,12 +16,12 @@ def cheapest_cuts(
     """Write into `best` (S + 1, N + 1) the least lead of s stages that end before block j, and into `came` and `chosen` where
     the last of them begins and which state it has; all three are -1 or infinite where there is none.
 
-    `of` (G, N, N + 1), `first` (C + 1,) and `costs` (4, n) are those of `StageStates`, of all groups of stages one after the
+    `of` (G, N, N + 1), `first` (C + 1,) and `costs` (6, n) are those of `StageStates`, of all groups of stages one after the
     other; `stages` (S,) are the groups of the stages. `limits`: loads and sizes are below these.
     """
     count = of.shape[1]
     picked = np.empty(len(first) - 1, np.int64)
-    lead, load, static, kept = costs[0], costs[1], costs[2], costs[3]
+    lead, load, static, kept, hump, update = costs[0], costs[1], costs[2], costs[3], costs[4], costs[5]
     for s in range(len(stages) + 1):
         for j in range(count + 1):
             best[s, j] = np.inf
@@ -41,7 +41,8 @@ def cheapest_cuts(
                 if picked[c] == -2:
                     picked[c] = -1
                     for k in range(first[c], first[c + 1]):
-                        if load[k] < limits[1] and static[k] + w * kept[k] < limits[0]:
+                        size = static[k] + max(w * kept[k] + hump[k], update[k])
+                        if load[k] < limits[1] and size < limits[0]:
                             picked[c] = k
                             break
                 k = picked[c]

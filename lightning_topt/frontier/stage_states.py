@@ -138,9 +138,9 @@ def configs_of_run(states: RunStates, runs: Runs, *, run: int, state: int) -> li
 class StageStates:
     """The states that a kind of stage may have: those of all classes of runs, by lead ascending in each.
 
-    Class c has the states ``first[c]`` to ``first[c + 1]``. Their `costs` (4, n) are seconds of lead and load, bytes that are
-    static, with the hump, and those for each microbatch in flight; they are `state` (n,) of `variant` (n,). ``of[i, j]`` is
-    the class of blocks i to j - 1, -1 where there is none.
+    Class c has the states ``first[c]`` to ``first[c + 1]``. Their `costs` (6, n) are seconds of lead and load, static bytes,
+    those for each microbatch in flight, of the hump and of the update; they are `state` (n,) of `variant` (n,). ``of[i, j]``
+    is the class of blocks i to j - 1, -1 where there is none.
     """
 
     of: Rows
@@ -159,7 +159,7 @@ def stage_states(table: StageTable, variants: tuple[int, ...], link: int, *, eps
     owner, costs, state = (np.concatenate(each) for each in zip(*(part[0] for part in parts), strict=True))
     variant = np.repeat(variants, [len(part[0][0]) for part in parts])
     lead, load, floor, kept, shared_load, shared_static = extras[owner].T
-    costs = costs + np.stack([lead, load + shared_load, shared_static, kept], axis=1)
+    costs[:, :4] += np.stack([lead, load + shared_load, shared_static, kept], axis=1)
     costs[:, 1] = np.maximum(costs[:, 1], floor)
     order = np.lexsort((costs[:, 0], owner))
     first = np.searchsorted(owner[order], np.arange(len(run_of) + 1))
@@ -183,7 +183,7 @@ def _classes(table: StageTable, runs: Runs, link: int) -> tuple[Rows, Rows, Arra
 
 
 def _of_variant(table: StageTable, index: int, run_of: Rows, epsilon: float) -> tuple[tuple[Rows, Array, Rows], float]:
-    """Class, (lead, load, static, kept) and number of the states of all classes under one variant; and their error."""
+    """Class, costs and number of the states of all classes under one variant; and their error."""
     variant, runs = table.variants[index], runs_of(table.order)
     states = run_states(variant.chain, epsilon)
     sizes = np.diff(states.first)[run_of]
@@ -193,9 +193,12 @@ def _of_variant(table: StageTable, index: int, run_of: Rows, epsilon: float) -> 
     more = _constants(variant, runs)[:, run_of[owner]]
     lead = table.lead_rate * seconds + more[0]
     load = table.load_rate * seconds + table.once_rate * once + more[1]
-    return (owner, np.stack([lead, load, static + hump + more[2], kept], axis=1), state), states.error_bound
+    return (owner, np.stack([lead, load, static + more[2], kept, hump, more[3]], axis=1), state), states.error_bound
 
 
 def _constants(variant: StageVariant, runs: Runs) -> Array:
-    """Lead, load and static bytes (3, run) that a variant adds to its runs."""
-    return np.stack([variant.lead, variant.load, variant.static])[:, : runs.counts.shape[1]] @ runs.counts.T
+    """Lead, load, static bytes and those of the update (4, run) that a variant adds to its runs."""
+    return (
+        np.stack([variant.lead, variant.load, variant.static, variant.update])[:, : runs.counts.shape[1]]
+        @ runs.counts.T
+    )

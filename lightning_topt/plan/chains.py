@@ -261,10 +261,12 @@ class FoundPlans:
     error_bound: float
 
 
-def search_chains(chains: Sequence[Chain], *, max_seconds: float) -> FoundPlans:
-    """Return the plans that no plan of any of `chains` beats in both seconds and bytes, as far as `max_seconds` allow."""
+def search_chains(chains: Sequence[Chain], *, max_seconds: float, epsilon: float = 0.0) -> FoundPlans:
+    """Return the plans that no plan of any of `chains` beats in both seconds and bytes, as far as `max_seconds` allow, or by
+    the share `epsilon`.
+    """
     candidates = [(chain, lambda chain=chain: chain.table) for chain in chains]
-    found = search_meshes(candidates, max_seconds=max_seconds)
+    found = search_meshes(candidates, max_seconds=max_seconds, epsilon=epsilon)
     rows: dict[Chain, list[Sequence[int]]] = {}
     for chain, point in found.points:
         rows.setdefault(chain, []).append([*point.choice.values()])

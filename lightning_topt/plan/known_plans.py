@@ -12,7 +12,7 @@ below T + l M for one l, no plan lies below that corner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,21 +34,32 @@ class KnownPlans:
     @classmethod
     def of(cls, batches: Iterable[PlanBatch]) -> KnownPlans:
         """Return the best plans of `batches`."""
-        found = [np.stack([batch.seconds, batch.peak_bytes], axis=1) for batch in batches]
-        costs = np.concatenate([np.zeros((0, 2)), *found])
+        return cls.best(np.stack([batch.seconds, batch.peak_bytes], axis=1) for batch in batches)
+
+    @classmethod
+    def best(cls, parts: Iterable[Array]) -> KnownPlans:
+        """Return the best plans of several (n, [seconds, bytes])."""
+        costs = np.concatenate([np.zeros((0, 2)), *parts])
         costs = costs[np.lexsort((costs[:, 1], costs[:, 0]))]
         least = np.minimum.accumulate(costs[:, 1])
         return cls(costs[np.concatenate([[True], least[1:] < least[:-1]])] if len(costs) else costs)
 
     def may_gain(self, table: ChainTable) -> bool:
         """Return whether some plan of the chain may be one that no known plan beats; False is certain."""
-        if not len(self.costs) or not table.order:
+        if not table.order:
+            return True
+        ways = [*_ways(table)]
+        fewest = max(_fewest_bytes(table, way) for way in ways)
+        return self.may_gain_above(fewest, lambda prices: _least(table, ways, prices))
+
+    def may_gain_above(self, fewest_bytes: float, least: Callable[[Array], Array]) -> bool:
+        """Return whether a plan of at least so many bytes may be one that no known plan beats, where no plan has less than
+        ``least(prices)`` of seconds + price * bytes (price,).
+        """
+        if not len(self.costs) or fewest_bytes < self.costs[-1, 1]:
             return True
         seconds, sizes = self.costs.T
-        ways = [*_ways(table)]
-        if max(_fewest_bytes(table, way) for way in ways) < sizes[-1]:
-            return True
-        reached = _least(table, ways, self._prices)
+        reached = least(self._prices)
         if reached[0] < seconds[0]:
             return True
         corners = seconds[1:, None] + self._prices[1:] * sizes[:-1, None]

@@ -38,8 +38,12 @@ class PlanExplanation:
 def explain_plan(request: SearchRequest, plan: ParallelPlan) -> PlanExplanation:
     """Return what `plan`, one that `search_plans(request)` found, costs.
 
-    Raises PlanError for a plan with other splits than those of the search.
+    Raises PlanError for a plan with other splits than those of the search, and for one with stages.
     """
+    if plan.schedule is not None:
+        raise PlanError(
+            "blocks of a plan with stages are not explained one by one; a simulation of its schedule shows them"
+        )
     step = step_of(request, plan)
     plain: dict[str, Any] = dict.fromkeys(("parameters", "inputs", "outputs", "sums", "gathers"), ())
     configs = {block.block: replace(block.config, **plain) for block in plan.blocks}

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from lightning_topt.communication.options import ExchangeOptions
 from lightning_topt.costs.cluster import Cluster
@@ -23,11 +24,14 @@ from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.chains import FoundPlans, search_chains
+from lightning_topt.plan.chains import NO_BOUND, FoundPlans, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
+from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_space import PlanSpace, spaces_of
+from lightning_topt.plan.stage_blocks import StageBlocks
+from lightning_topt.plan.staged_plans import search_stages_for
 from lightning_topt.plan.tensor_meshes import (
     placed_tensors,
     saving_no_computation,
@@ -61,6 +65,9 @@ class SearchRequest:
             tensor group run these as microbatches.
         evaluates: whether such a run has evaluations, for which every rank needs the whole parameters.
         layout: of the tensor axes of `mesh` (`split_layouts.LAYOUTS`); none: any of one axis.
+        pipelines: look at plans with stages too, as asked for; None: at none. With a number of stages, a schedule or
+            microbatches, at plans with stages alone.
+        epsilon: plans that others beat by less than this share, in both costs, may be left out.
     """
 
     graph: OpGraph
@@ -79,6 +86,8 @@ class SearchRequest:
     own_batches: bool = False
     evaluates: bool = True
     layout: str = ""
+    pipelines: PipelineRequest | None = None
+    epsilon: float = 0.0
 
 
 def search_plans(request: SearchRequest) -> PlanFrontier:
@@ -96,6 +105,12 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
             points += [point for batch in found.batches for point in points_of(batch)]
             uniform += [point for space in spaces if space.own for point in points_of(space.uniform())]
             error_bound, found_spaces = max(error_bound, found.error_bound), found_spaces + len(spaces)
+        if request.pipelines is not None and request.mesh is None and not request.own_batches:
+            staged, error = search_stages_for(
+                stage_blocks(request), count, request.pipelines, points, **_limits(request)
+            )
+            points, found_spaces = points + staged, found_spaces + len(staged)
+            error_bound = max(error_bound, min(error, NO_BOUND))
         if not found_spaces:
             raise PlanError(_why_none(replace(request, device_counts=(count,))))
     return PlanFrontier.of(
@@ -154,16 +169,33 @@ def local_graphs(request: SearchRequest) -> list[OpGraph]:
 
 def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[PlanSpace], FoundPlans]]:
     """Plans for `count` ranks and the best of them: without a tensor axis, then on the meshes with one that may be better."""
+    if request.pipelines is not None and request.pipelines.is_given:
+        return
     deadline = time.thread_time() + request.max_seconds
     spaces = [*_spaces(request, count)]
-    found = search_chains([c for space in spaces for c in space.chains()], max_seconds=request.max_seconds)
+    found = search_chains(
+        [c for space in spaces for c in space.chains()], max_seconds=request.max_seconds, epsilon=request.epsilon
+    )
     yield spaces, found
     if request.mesh is not None or request.own_batches:
         return
     known = KnownPlans.of(found.batches)
     if spaces := [*_tensor_spaces(request, count, known)]:
         chains = [c for space in spaces for c in space.chains() if known.may_gain(c.table)]
-        yield spaces, search_chains(chains, max_seconds=max(deadline - time.thread_time(), 1e-3))
+        left = max(deadline - time.thread_time(), 1e-3)
+        yield spaces, search_chains(chains, max_seconds=left, epsilon=request.epsilon)
+
+
+def _limits(request: SearchRequest) -> dict[str, Any]:
+    names = "global_batch_size", "epsilon", "max_seconds"
+    return {name: getattr(request, name) for name in names}
+
+
+def stage_blocks(request: SearchRequest) -> StageBlocks:
+    """Return the chain of blocks that stages of a pipeline share out."""
+    samples = request.graph.batch_size
+    common = request.graph, request.cluster, request.optimizer, data_mesh(1), samples, request.kernel_seconds
+    return StageBlocks(TrainingStep(*common, returns_memory=request.returns_memory))
 
 
 def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:

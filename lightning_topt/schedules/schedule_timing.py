@@ -57,6 +57,7 @@ class Times(NamedTuple):
     ends: list[Any]
     sent: list[Any]
     arrived: list[Any]
+    rank_seconds: list[Any]
     step_seconds: Any
 
 
@@ -84,10 +85,23 @@ def many_step_seconds(
 
     Takes about as long for a thousand sets as for one.
     """
-    rows = [
-        None if each is None else np.asarray(each, float)
-        for each in (forward, backward, backward_input, backward_weight)
-    ]
+    passes = forward, backward, backward_input, backward_weight
+    between = transfer_seconds, gradient_seconds
+    return np.asarray(many_rank_seconds(schedule, passes, between, overlapped=overlapped).max(axis=0), float)
+
+
+def many_rank_seconds(
+    schedule: Schedule,
+    passes: tuple[ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None],
+    transfers: tuple[Mapping[Edge, ArrayLike] | None, Mapping[Edge, ArrayLike] | None],
+    *,
+    overlapped: bool = True,
+) -> NDArray[np.float64]:
+    """Return when each rank has run its last pass, (ranks, n), as `many_step_seconds`; `passes` are the seconds of forward,
+    backward, backward_input and backward_weight, `transfers` those of transfers and of their gradients.
+    """
+    transfer_seconds, gradient_seconds = transfers
+    rows = [None if each is None else np.asarray(each, float) for each in passes]
     assert rows[0] is not None
     count = rows[0].shape[1]
     edges = _edges_of(schedule, transfer_seconds)
@@ -101,7 +115,7 @@ def many_step_seconds(
     ]
     zero = np.zeros(count)
     times = _run(walk, seconds, crossing, zero=zero, larger=np.maximum, overlapped=overlapped)
-    return np.asarray(times.step_seconds, float)
+    return np.stack(np.broadcast_arrays(*times.rank_seconds)).astype(float)
 
 
 def timed_walk(schedule: Schedule, costs: StageCosts) -> tuple[Walk, Times]:
@@ -213,7 +227,7 @@ def _run(
                 sent[number] = time
                 time = time + crossing[edge]
         free[rank] = time
-    total = zero
-    for time in free.values():
+    total, by_rank = zero, [free.get(rank, zero) for rank in range(max(free, default=0) + 1)]
+    for time in by_rank:
         total = larger(total, time)
-    return Times(starts, ends, sent, arrived, total)
+    return Times(starts, ends, sent, arrived, by_rank, total)

@@ -1,0 +1,77 @@
+"""Rates of schedules turn the seconds and bytes of stages into those of a step (`StageTable`).
+
+P ranks run V stages each, S = P V, with M microbatches. A rank counts as V times its dearest stage. t are the seconds of a
+microbatch in a stage, w those of them that are gradients of parameters, in passes of their own; c those of a transfer into it.
+
+    step = sum of lead + largest load                                                     equals the simulation of equal stages
+    gpipe, 1f1b, 1f1b_overlapped            lead t        load (M - 1) t                  always
+    interleaved, looped_bfs                 lead k t      load M V t - lead               where M >= P
+    zero_bubble, interleaved_zero_bubble    lead k (t - 2 w)       load M V t - lead      where M >= P, passes take t / 3
+    zbv                                     lead k (t - w) / 2     load M V t - lead      where M >= 2 P - 1, passes take t / 3
+
+with k = (P - 1) / (S - 1). 1F1B waits for M - 1 - ceil((M - 1) / P) transfers there and back; the others hide them behind
+passes unless links are the bottleneck. For unequal stages these are estimates: plans are priced by the simulation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_topt.schedules.make_schedule import SCHEDULES
+
+_WAITING = ("1f1b", "zero_bubble", "interleaved_zero_bubble", "zbv")  # too few in flight to hide transfers
+
+
+@dataclass(frozen=True)
+class ScheduleRates:
+    """Rates of a schedule: seconds of `lead` and `load` of a second of t; `weights` of the lead that a second of w saves;
+    `sent_load` and `sent_floor` of a second of transfers there and back. ``held[s]`` are the activations that the rank of
+    stage s holds at most, counted in those of this stage.
+    """
+
+    lead: float
+    load: float
+    weights: float
+    sent_load: float
+    sent_floor: float
+    held: tuple[int, ...]
+    stages_per_rank: int
+
+
+def fits(name: str, *, num_ranks: int, num_microbatches: int) -> bool:
+    """Return whether there are microbatches enough for the rates of `name` to hold; with fewer the schedule does not pay."""
+    least = 2 * num_ranks - 1 if name == "zbv" else num_ranks
+    return name in ("gpipe", "1f1b", "1f1b_overlapped") or num_microbatches >= least
+
+
+def rates_of(name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> ScheduleRates:
+    """Return the rates of schedule `name`, of sizes that it takes."""
+    ranks, count, stages = num_ranks, num_microbatches, num_ranks * stages_per_rank
+    share = (ranks - 1) / (stages - 1) if stages > 1 else 1.0
+    if name == "zbv":
+        lead, weights = share / 2, share / 2
+    elif SCHEDULES[name].splits_backward:
+        lead, weights = share, 2 * share
+    else:
+        lead, weights = share, 0.0
+    total = count * stages_per_rank
+    waits = count - 1 - math.ceil((count - 1) / ranks) if name in _WAITING else 0
+    busy = total - 1 if name in ("gpipe", "looped_bfs", "1f1b_overlapped") else (total - 1) / 2
+    place = SCHEDULES[name].rank_of_stage(num_ranks=ranks, stages_per_rank=stages_per_rank)
+    held = tuple(min(_held(name, rank, ranks, count, stages_per_rank), total) for rank in place)
+    return ScheduleRates(lead, total - lead, weights, float(waits), float(busy), held, stages_per_rank)
+
+
+def _held(name: str, rank: int, ranks: int, count: int, stages: int) -> int:
+    behind, first_round = ranks - 1 - rank, math.ceil(count / max(1, count // ranks))
+    return {
+        "gpipe": count,
+        "looped_bfs": count * stages,
+        "1f1b": behind + 1,
+        "1f1b_overlapped": 2 * behind + 1,
+        "zero_bubble": ranks,
+        "interleaved": (stages - 1) * first_round + 2 * behind + 1,
+        "interleaved_zero_bubble": (stages - 1) * first_round + ranks,
+        "zbv": 2 * ranks,
+    }[name]

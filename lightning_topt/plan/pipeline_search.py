@@ -1,0 +1,137 @@
+"""Plans with stages: every number of ranks in a row, schedule, number of microbatches and level, each cut exactly.
+
+A pipeline that no bound leaves a chance against the plans known so far is not searched; the most promising come first. Plans
+are found by the formulas of `costs.schedule_rates`, and those that are kept are priced by the simulation of their schedule.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.schedule_rates import fits
+from lightning_topt.frontier.stage_search import StagePoint, search_stages
+from lightning_topt.plan.known_plans import KnownPlans
+from lightning_topt.plan.stage_blocks import StageBlocks
+from lightning_topt.plan.stage_bounds import fewest_bytes, least_priced
+from lightning_topt.plan.stage_tables import PipelineShape, stage_table
+from lightning_topt.schedules.make_schedule import SCHEDULES
+
+_MOST_CHUNKS = 4  # stages per rank
+_MOST_PER_RANK = 16  # microbatches, in times the ranks of a pipeline
+
+
+@dataclass(frozen=True)
+class PipelineRequest:
+    """The pipelines to look at: of so many `stages` in all, with this `schedule`, with so many `microbatches`; None: any."""
+
+    stages: int | None = None
+    schedule: str | None = None
+    microbatches: int | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether anything is fixed: then a plan without stages is none that was asked for."""
+        return self != PipelineRequest()
+
+
+@dataclass
+class FoundPipelines:
+    """Plans by the shape of their pipeline, and `error_bound` as in `Frontier`; `searched` of `tables` tables were searched."""
+
+    plans: list[tuple[PipelineShape, StagePoint]] = field(default_factory=list)
+    error_bound: float = 0.0
+    searched: int = 0
+    tables: int = 0
+
+
+def pipeline_shapes(
+    blocks: StageBlocks, count: int, global_batch_size: int, wanted: PipelineRequest
+) -> Iterator[PipelineShape]:
+    """Yield the pipelines of `count` ranks for a batch: sizes divide the ranks, microbatches the batch of a row.
+
+    A schedule that another one beats in every formula is left out unless it is wanted: with as many stages per rank, as short
+    and with fewer microbatches in flight.
+    """
+    graph, most = blocks.step.graph, len(blocks.names)
+    for ranks in range(2, min(count, most) + 1):
+        data = count // ranks
+        if count % ranks or global_batch_size % data:
+            continue
+        for micro in _microbatches(global_batch_size // data, ranks, wanted):
+            samples = global_batch_size / data / micro
+            if not graph.batch_scaling and samples != graph.batch_size:
+                continue
+            for name, chunks in _schedules(ranks, micro, most, wanted):
+                for level in (0, 1) if data > 1 and blocks.step.optimizer.by_parameter else (0,):
+                    yield PipelineShape(ranks, data, name, chunks, micro, samples, level)
+
+
+def search_pipelines(
+    blocks: StageBlocks,
+    shapes: Sequence[PipelineShape],
+    known: KnownPlans,
+    *,
+    epsilon: float = 0.0,
+    max_seconds: float = 10.0,
+) -> FoundPipelines:
+    """Return the plans of `shapes` that no other one beats, nor one of those that are `known`, by their formulas."""
+    deadline, found = time.thread_time() + max_seconds, FoundPipelines(tables=len(shapes))
+    tables = [(shape, stage_table(blocks, shape)) for shape in shapes]
+    bounds = [(least_priced(table, np.zeros(1))[0], index) for index, (_, table) in enumerate(tables)]
+    for _, index in sorted(bounds):
+        shape, table = tables[index]
+        if not known.may_gain_above(fewest_bytes(table), partial(least_priced, table)):
+            continue
+        found.searched += 1
+        left = deadline - time.thread_time()
+        result = search_stages(table, known=known.costs, epsilon=epsilon, max_seconds=left)
+        found.error_bound = max(found.error_bound, result.error_bound)
+        found.plans += [(shape, point) for point in result.points]
+        known = KnownPlans.best([known.costs, _costs(result.points)])
+    kept = {tuple(row) for row in known.costs.tolist()}
+    found.plans = [(shape, p) for shape, p in found.plans if (p.step_seconds, p.peak_bytes) in kept]
+    return found
+
+
+def _costs(points: Sequence[StagePoint]) -> Array:
+    return np.array([(point.step_seconds, point.peak_bytes) for point in points]).reshape(-1, 2)
+
+
+def _microbatches(batch: int, ranks: int, wanted: PipelineRequest) -> Iterator[int]:
+    if wanted.microbatches is not None:
+        if wanted.microbatches <= batch:
+            yield wanted.microbatches
+        return
+    yield from (count for count in range(2, min(batch, _MOST_PER_RANK * ranks) + 1) if batch % count == 0)
+
+
+def _schedules(ranks: int, micro: int, most: int, wanted: PipelineRequest) -> Iterator[tuple[str, int]]:
+    """Schedules with their stages per rank."""
+    for name, rule in SCHEDULES.items():
+        if name != wanted.schedule and (
+            wanted.schedule is not None
+            or name == "looped_bfs"  # interleaved, with fewer in flight
+            or not fits(name, num_ranks=ranks, num_microbatches=micro)
+        ):
+            continue
+        for chunks in range(rule.least_stages, min(rule.most_stages or _MOST_CHUNKS, most // ranks) + 1):
+            if wanted.stages is None or wanted.stages == ranks * chunks:
+                yield name, chunks
+
+
+def why_no_pipeline(blocks: StageBlocks, count: int, wanted: PipelineRequest) -> str:
+    """Return why no pipeline of `count` ranks is as wanted."""
+    many = f"{wanted.stages} stages" if wanted.stages is not None else "stages"
+    return (
+        f"no pipeline of {count} ranks has {many}"
+        + (f", schedule {wanted.schedule!r}" if wanted.schedule else "")
+        + (f" and {wanted.microbatches} microbatches" if wanted.microbatches else "")
+        + f": the model has {len(blocks.names)} blocks that can be stages, ranks are a multiple of those in a row, and a "
+        "batch has a sample for each microbatch"
+    )

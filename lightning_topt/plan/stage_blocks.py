@@ -1,0 +1,234 @@
+"""A training step as a chain of blocks that a pipeline shares out: what each takes on one microbatch, and once per step.
+
+The chain has the named blocks in the order of forward. What is outside of them (the block ``""``) belongs to the block before
+it, or to the first one: its time, its activations, and those of its parameters that it reads there. A parameter that several
+blocks read is kept by every stage that has one of them (`shared`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from lightning_topt.costs.communication import ring_seconds
+from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.crossings import Crossings, chain_of, find_crossings, uses_of_parameters
+from lightning_topt.costs.sizes import ROOT, gradient_bytes, parameter_bytes
+from lightning_topt.costs.stage_table import StageBlock, StageChain
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.costs.update import temporaries_seconds
+from lightning_topt.graph.mesh_axes import Mesh
+from lightning_topt.graph.op_graph import Amount, Op, Parameter
+
+_GRAIN = 1e-9  # seconds and bytes of equal blocks are equal to this
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """One microbatch in each block (block,): seconds of `forward`, `backward` and the part of it for gradients of parameters;
+    bytes `kept` from forward to backward, without recomputation and with, and the most above these while it runs.
+    """
+
+    forward: Array
+    backward: Array
+    weights: Array
+    kept: Array
+    hump: Array
+    recomputed_kept: Array
+    recomputed_hump: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Once:
+    """A step of each block (block,) at one ZeRO level: `seconds` of its exchange of gradients and its update, `static` bytes,
+    and those that the optimizer takes while it steps. `shared` (2, first block, end) as in `StageTable`.
+    """
+
+    seconds: Array
+    static: Array
+    update: Array
+    shared: Array | None
+
+
+@dataclass(frozen=True, eq=False)
+class StageBlocks:
+    """The chain of blocks of `step`, whatever its mesh and batch are."""
+
+    step: TrainingStep
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The blocks in the order of forward."""
+        return chain_of(self.step.graph)
+
+    @cached_property
+    def crossings(self) -> Crossings:
+        """The tensors that cross each boundary."""
+        return find_crossings(self.step.graph, self.step.segments)
+
+    def passes(self, samples: float) -> Passes:
+        """Return the passes of a microbatch of so many samples. Raises ValueError for one that the graph says nothing about."""
+        if samples not in self._passes:
+            self._passes[samples] = self._of_samples(samples)
+        return self._passes[samples]
+
+    def once(self, mesh: Mesh, level: int) -> Once:
+        """Return what a step takes besides on the data ranks of `mesh`, at ZeRO level 0 or 1."""
+        key = mesh, level
+        if key not in self._once:
+            self._once[key] = self._of_mesh(replace(self.step, mesh=mesh), level)
+        return self._once[key]
+
+    def crossing_bytes(self, samples: float) -> Array:
+        """Return the bytes (2, block) of a microbatch that cross the boundary before each block, and come back as gradients."""
+        sides: tuple[Sequence[Amount], ...] = self.crossings.forward, self.crossings.backward
+        return np.array([[amount.at(samples) for amount in side] for side in sides])
+
+    def chain(self, samples: float, *, recomputes: bool) -> StageChain:
+        """Return the passes as a chain; configurations are 0, and 1 with recomputation where that is allowed."""
+        key = samples, recomputes
+        if key not in self._chains:
+            passes, first = self.passes(samples), [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
+            again = {block.name: recomputes and block.recomputable for block in self.step.graph.blocks}
+            blocks = tuple(_block(passes, n, recomputes=again[self.names[n]]) for n in first)
+            self._chains[key] = StageChain(blocks, self.kinds)
+        return self._chains[key]
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """A number for each block, from 0 in order; equal for blocks that take the same on any mesh and microbatch."""
+        known: dict[object, int] = {}
+        passes, step = self.passes(self.step.batch_size), self.step
+        times = np.stack([passes.forward, passes.backward, passes.kept, passes.hump, passes.recomputed_kept], axis=1)
+        found = []
+        for n, name in enumerate(self.names):
+            owned = tuple((p.shape, p.dtype, p.trainable, step.optimizer.updates.get(p.name)) for p in self._owned[n])
+            measured = tuple(step.optimizer.seconds_per_element.get(p.name) for p in self._owned[n])
+            recomputable = next(block.recomputable for block in step.graph.blocks if block.name == name)
+            key = owned, measured, recomputable, tuple(np.round(times[n] / _GRAIN).tolist())
+            found.append(known.setdefault(key, len(known)))
+        return tuple(found)
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _passes(self) -> dict[float, Passes]:
+        return {}
+
+    @cached_property
+    def _once(self) -> dict[tuple[Mesh, int], Once]:
+        return {}
+
+    @cached_property
+    def _chains(self) -> dict[tuple[float, bool], StageChain]:
+        return {}
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[int, ...]]:
+        """The places of the blocks that read each parameter."""
+        return uses_of_parameters(self.step.graph, self.step.segments, self.crossings.places)
+
+    @cached_property
+    def _owned(self) -> list[list[Parameter]]:
+        """The parameters that each block is the first to read."""
+        found: list[list[Parameter]] = [[] for _ in self.names]
+        for parameter in self.step.graph.parameters:
+            found[self.uses[parameter.name][0]].append(parameter)
+        return found
+
+    def _of_samples(self, samples: float) -> Passes:
+        step, places = self.step.with_batch_size(samples), self.crossings.places
+        rows = np.zeros((4, len(self.names)))
+        recomputed = np.zeros((2, len(self.names)))
+        compute = np.sum([*step.compute.values()], axis=0)
+        for k, (segment, n) in enumerate(zip(step.graph.timeline, places, strict=True)):
+            rows[:2, n] += compute[:, k]
+            kept, output, forward, backward = (
+                amount.at(samples)
+                for amount in (
+                    *(segment.kept_bytes, segment.output_bytes),
+                    *(segment.forward_peak_bytes, segment.backward_peak_bytes),
+                )
+            )
+            between = output if segment.block != ROOT else kept
+            hump = max(backward, forward - kept)
+            rows[2:, n] = rows[2, n] + kept, max(rows[3, n], hump)
+            again = max(hump + kept - between, forward)
+            recomputed[:, n] = recomputed[0, n] + between, max(recomputed[1, n], again)
+        return Passes(rows[0], rows[1], rows[1] * self._weight_shares, rows[2], rows[3], *recomputed)
+
+    @cached_property
+    def _weight_shares(self) -> Array:
+        """The share of the backward (block,) of gradients of parameters: half of that of operators that have parameters."""
+        flops = np.zeros((2, len(self.names)))
+        for op in self.step.graph.ops:
+            n = self.crossings.places[self.step.segments.of_op[op.name]]
+            flops[:, n] += np.array([0.5 * bool(op.parameters), 1.0]) * _backward_flops(op, self.step.graph.batch_size)
+        return np.asarray(np.divide(flops[0], flops[1], out=np.zeros(len(self.names)), where=flops[1] > 0))
+
+    def _of_mesh(self, step: TrainingStep, level: int) -> Once:
+        ranks, every = step.mesh.data_parallel_size, self.step.graph.parameters
+        by_name = {parameter.name: self._of_parameter(parameter, step, level) for parameter in every}
+        owned = [np.sum([by_name[p.name] for p in some], axis=0) if some else np.zeros(3) for some in self._owned]
+        costs = np.array(owned).reshape(-1, 3).T
+        parts = {kind: self.kinds.index(kind) for kind in set(self.kinds)}
+        exchanges = {kind: _exchange_seconds(step, self._owned[n], level, ranks) for kind, n in parts.items()}
+        costs[0] += [exchanges[kind] for kind in self.kinds]
+        return Once(costs[0], costs[1], costs[2], self._shared(by_name, step))
+
+    @staticmethod
+    def _of_parameter(parameter: Parameter, step: TrainingStep, level: int) -> Array:
+        """Seconds of the update, static bytes and those of temporaries of one parameter."""
+        ranks = step.mesh.data_parallel_size if level else 1
+        seconds = step.update_seconds(parameter) / ranks + temporaries_seconds(step, {parameter: 1 / ranks})
+        state = step.optimizer.state_bytes(parameter.name) / ranks if parameter.trainable else 0.0
+        update = step.optimizer.updates.get(parameter.name)
+        temporaries = update.temporary_bytes / ranks if update is not None and update.temporaries_add else 0.0
+        return np.array([seconds, parameter_bytes(parameter) + gradient_bytes(parameter) + state, temporaries])
+
+    def _shared(self, by_name: dict[str, Array], step: TrainingStep) -> Array | None:
+        """Stages that have a reader of a parameter, but not all, sum its gradient with the others; those without its first
+        reader keep and update it as well.
+        """
+        shared = [p for p in step.graph.parameters if len(self.uses[p.name]) > 1]
+        if not shared:
+            return None
+        count = len(self.names)
+        first, end = np.meshgrid(np.arange(count), np.arange(count + 1), indexing="ij")
+        found = np.zeros((2, count, count + 1))
+        for parameter in shared:
+            uses = np.array(self.uses[parameter.name])
+            inside = ((uses[:, None, None] >= first) & (uses[:, None, None] < end)).sum(axis=0)
+            some, copied = (inside > 0) & (inside < len(uses)), (inside > 0) & (uses[0] < first)
+            size = gradient_bytes(parameter)
+            link = step.cluster.inter or step.cluster.intra
+            found[0] += some * ring_seconds("all_reduce", size=size, ranks=2, link=link)
+            found[0] += copied * by_name[parameter.name][0]
+            found[1] += copied * by_name[parameter.name][1]
+        return found
+
+
+def _block(passes: Passes, n: int, *, recomputes: bool) -> StageBlock:
+    seconds = passes.forward[n] + passes.backward[n]
+    several = [(seconds, passes.kept[n], passes.hump[n])]
+    if recomputes:
+        several.append((seconds + passes.forward[n], passes.recomputed_kept[n], passes.recomputed_hump[n]))
+    time, kept, hump = np.maximum(np.array(several).T, 0.0)
+    nothing = np.zeros(len(several))
+    return StageBlock(tuple(range(len(several))), np.round(time, 9), nothing, nothing, np.round(kept), np.round(hump))
+
+
+def _exchange_seconds(step: TrainingStep, parameters: Sequence[Parameter], level: int, ranks: int) -> float:
+    """Seconds to average gradients, and at level 1 to send what was updated."""
+    if ranks == 1:
+        return 0.0
+    size = sum(map(gradient_bytes, parameters))
+    collectives = ["all_reduce", "broadcast"] if level else ["all_reduce"]
+    return sum(step.collective_seconds(op, size, axes=step.mesh.data_axes) for op in collectives)
+
+
+def _backward_flops(op: Op, samples: float) -> float:
+    return sum(kernel.count * max(kernel.flops.at(samples), 0.0) for kernel in op.backward)

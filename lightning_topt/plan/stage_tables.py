@@ -1,0 +1,143 @@
+"""Pipelines of a training step: `PipelineShape` says which ranks, schedule and microbatches, `stage_table` what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lightning_topt.costs.cluster import Cluster, Link
+from lightning_topt.costs.communication import estimate_collective_seconds
+from lightning_topt.costs.cost_table import Array
+from lightning_topt.costs.groups import Group
+from lightning_topt.costs.schedule_rates import ScheduleRates, rates_of
+from lightning_topt.costs.stage_table import StageKind, StageLink, StageTable, StageVariant
+from lightning_topt.graph.mesh_axes import Axis, Mesh
+from lightning_topt.plan.stage_blocks import StageBlocks
+from lightning_topt.schedules.make_schedule import SCHEDULES
+
+LINKS = ("intra", "inter", "none")  # inside a node, between nodes, on one rank
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """`pipeline` ranks in a row, `data` rows; `stages_per_rank` stages each, run as `schedule` says on `num_microbatches`
+    of `samples` samples; ZeRO `level` 0 or 1 along the data axis.
+    """
+
+    pipeline: int
+    data: int
+    schedule: str
+    stages_per_rank: int
+    num_microbatches: int
+    samples: float
+    level: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages on all ranks."""
+        return self.pipeline * self.stages_per_rank
+
+    @property
+    def rates(self) -> ScheduleRates:
+        """The rates of its schedule."""
+        return rates_of(
+            self.schedule,
+            num_ranks=self.pipeline,
+            num_microbatches=self.num_microbatches,
+            stages_per_rank=self.stages_per_rank,
+        )
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each stage along the pipeline."""
+        return SCHEDULES[self.schedule].rank_of_stage(num_ranks=self.pipeline, stages_per_rank=self.stages_per_rank)
+
+    def mesh(self, cluster: Cluster) -> Mesh:
+        """Return the mesh: stages along its first axis, parts of the batch along the other."""
+        per_node, count = cluster.devices_per_node, self.pipeline * self.data
+        inside = self.data <= per_node and per_node % self.data == 0
+        scopes = "intra" if count <= per_node else "inter", "intra" if inside else "inter"
+        return Mesh((Axis("pipeline", self.pipeline, scopes[0]), Axis("data", self.data, scopes[1])))
+
+    @property
+    def rows(self) -> Mesh:
+        """The ranks of one stage."""
+        return Mesh((Axis("data", self.data),))
+
+    def link_before(self, stage: int, cluster: Cluster) -> str:
+        """Return which of `LINKS` the slowest ranks of a stage receive through, from the stage before."""
+        per_node, ranks = cluster.devices_per_node, [self.ranks[s] * self.data for s in (stage - 1, stage)]
+        if ranks[0] == ranks[1]:
+            return "none"
+        crosses = any((ranks[0] + row) // per_node != (ranks[1] + row) // per_node for row in range(self.data))
+        return "inter" if crosses else "intra"
+
+
+def stage_table(blocks: StageBlocks, shape: PipelineShape) -> StageTable:
+    """Return the costs of all ways to cut `blocks` into the stages of `shape`.
+
+    Raises ValueError for fewer blocks than stages, and for microbatches that the graph says nothing about.
+    """
+    cluster, rates, graph = blocks.step.cluster, shape.rates, blocks.step.graph
+    once, per_rank = blocks.once(shape.rows, shape.level), shape.stages_per_rank
+    splits = SCHEDULES[shape.schedule].splits_backward
+    # A recomputed block would recompute in either half of its backward.
+    chain = blocks.chain(shape.samples, recomputes=not splits)
+    kinds = [blocks.kinds.index(kind) for kind in range(max(blocks.kinds) + 1)]
+    weights = rates.weights * blocks.passes(shape.samples).weights[kinds] if splits else np.zeros(len(kinds))
+    weights = np.minimum(weights, [rates.lead * block.seconds.min() for block in chain.blocks])
+    own = np.stack([once.seconds, once.static, once.update])[:, kinds] * per_rank
+    variant = StageVariant(chain, -weights, weights + np.round(own[0], 9), np.round(own[1]), np.round(own[2]))
+    crossing = transfer_seconds(blocks, shape)
+    received = np.round(blocks.crossing_bytes(shape.samples)[0])
+    # The first stage receives nothing, through whatever link.
+    stages = tuple(
+        StageKind((0,), float(held), LINKS.index(shape.link_before(max(s, 1), cluster)))
+        for s, held in enumerate(rates.held)
+    )
+    rank_samples = shape.samples * shape.num_microbatches
+    return StageTable(
+        (variant,),
+        stages,
+        tuple(_link(rates, crossing[link].sum(axis=0), received * (link != "none")) for link in LINKS),
+        rates.lead,
+        rates.load,
+        float(per_rank),
+        None if once.shared is None else once.shared * per_rank,
+        fixed_bytes=graph.buffer_bytes + graph.input_bytes.at(rank_samples) + cluster.device.process_bytes,
+    )
+
+
+def transfer_seconds(blocks: StageBlocks, shape: PipelineShape) -> dict[str, Array]:
+    """Return the seconds (2, block) to send a microbatch over the boundary before each block, and to send its gradient back,
+    by link.
+    """
+    cluster, sizes = blocks.step.cluster, blocks.crossing_bytes(shape.samples)
+    found = {"none": np.zeros(sizes.shape)}
+    for link in ("intra", "inter"):
+        distinct = {float(size): _send_seconds(cluster, float(size), shape, link) for size in np.unique(sizes)}
+        found[link] = np.array([[distinct[float(size)] for size in row] for row in sizes])
+    return found
+
+
+def _send_seconds(cluster: Cluster, size: float, shape: PipelineShape, link: str) -> float:
+    """Seconds of a message; where all ranks of a node send to another node at once they share its network."""
+    if size <= 0 or (link == "inter" and cluster.inter is None):
+        return 0.0
+    group, per_node = Group(2, shape.data), cluster.devices_per_node
+    measured = ("send_recv", group.size, group.stride) in cluster.collectives
+    if group.span <= cluster.num_devices and (measured or group.is_inside(per_node) == (link == "intra")):
+        return estimate_collective_seconds(cluster, op="send_recv", size=size, group=group)
+    if link == "intra":
+        return cluster.intra.latency_seconds + size / cluster.intra.bandwidth
+    assert cluster.inter is not None
+    share = per_node / min(shape.data, per_node)
+    fast = Link(cluster.inter.latency_seconds, min(cluster.intra.bandwidth, cluster.inter.bandwidth * share))
+    return fast.latency_seconds + size / fast.bandwidth
+
+
+def _link(rates: ScheduleRates, round_trip: Array, received: Array) -> StageLink:
+    round_trip = np.round(round_trip, 9)
+    return StageLink(rates.lead * round_trip, rates.sent_load * round_trip, rates.sent_floor * round_trip, received)

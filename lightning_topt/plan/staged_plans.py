@@ -1,0 +1,181 @@
+"""Cuts of a pipeline become plans, with the seconds that a simulation of their schedule gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_topt.costs.cost_table import Array
+from lightning_topt.frontier.stage_search import StagePoint
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.plan.choose import PlanPoint
+from lightning_topt.plan.known_plans import KnownPlans
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction, StagePlan
+from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes, search_pipelines, why_no_pipeline
+from lightning_topt.plan.stage_blocks import StageBlocks
+from lightning_topt.plan.stage_tables import PipelineShape, transfer_seconds
+from lightning_topt.schedules.make_schedule import make_schedule
+from lightning_topt.schedules.schedule_timing import many_rank_seconds
+
+_MOST_PASSES = 2**14  # of all stages, of schedules that are simulated; longer ones are as their formulas say
+
+
+def search_stages_for(
+    blocks: StageBlocks,
+    count: int,
+    wanted: PipelineRequest,
+    known: Sequence[PlanPoint],
+    *,
+    global_batch_size: int,
+    epsilon: float = 0.0,
+    max_seconds: float = 10.0,
+) -> tuple[list[PlanPoint], float]:
+    """Return plans with stages for `count` ranks that none of those `known` for as many beats, and the search's error bound.
+
+    Raises PlanError where something is wanted that no pipeline of `count` ranks has.
+    """
+    costs = np.array([(p.step_seconds, p.peak_bytes) for p in known if p.devices == count]).reshape(-1, 2)
+    shapes = [*pipeline_shapes(blocks, count, global_batch_size, wanted)]
+    if not shapes and wanted.is_given:
+        raise PlanError(why_no_pipeline(blocks, count, wanted))
+    best = KnownPlans.best([costs])
+    found = search_pipelines(blocks, shapes, best, epsilon=epsilon, max_seconds=max_seconds)
+    by_shape: dict[PipelineShape, list[StagePoint]] = {}
+    for shape, point in found.plans:
+        by_shape.setdefault(shape, []).append(point)
+    points = [
+        point
+        for shape, several in by_shape.items()
+        for point in staged_points(blocks, shape, several, batch_size=global_batch_size // shape.data)
+    ]
+    return points, found.error_bound
+
+
+@dataclass(frozen=True, eq=False)
+class StageSeconds:
+    """Seconds of the stages of n plans (stage, n): of a microbatch, and `once` per step; ``transfers[s]`` are those into stage
+    s, and of its gradients back (2, stage, n).
+    """
+
+    forward: Array
+    backward: Array
+    weights: Array
+    once: Array
+    transfers: Array
+
+
+def stage_seconds(blocks: StageBlocks, shape: PipelineShape, points: Sequence[StagePoint]) -> StageSeconds:
+    """Return the seconds of the stages of plans of one shape."""
+    passes, once = blocks.passes(shape.samples), blocks.once(shape.rows, shape.level)
+    again = np.array([point.configs for point in points], bool)
+    ends = np.array([point.ends for point in points])
+    first = np.concatenate([np.zeros((len(points), 1), np.intp), ends[:, :-1]], axis=1)
+
+    def by_stage(costs: Array) -> Array:
+        sums = np.concatenate(
+            [np.zeros((len(points), 1)), np.cumsum(np.broadcast_to(costs, again.shape), axis=1)], axis=1
+        )
+        rows = np.arange(len(points))[:, None]
+        return np.asarray((sums[rows, ends] - sums[rows, first]).T)
+
+    per_step = by_stage(once.seconds)
+    if once.shared is not None:
+        per_step = per_step + once.shared[0][first, ends].T
+    crossing = transfer_seconds(blocks, shape)
+    links = [shape.link_before(max(s, 1), blocks.step.cluster) for s in range(shape.num_stages)]
+    transfers = np.stack([crossing[link][:, first[:, s]] for s, link in enumerate(links)], axis=1)
+    return StageSeconds(
+        by_stage(passes.forward),
+        by_stage(passes.backward + passes.forward * again),
+        by_stage(passes.weights),
+        per_step,
+        transfers,
+    )
+
+
+def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None:
+    """Return the seconds of a step (n,) by a simulation of the schedule; None where that would take long.
+
+    A rank is done when its passes are over and its gradients are exchanged and its parameters updated.
+    """
+    if shape.num_microbatches * shape.num_stages > _MOST_PASSES:
+        return None
+    schedule = make_schedule(
+        shape.schedule,
+        num_ranks=shape.pipeline,
+        num_microbatches=shape.num_microbatches,
+        stages_per_rank=shape.stages_per_rank,
+    )
+    inputs = np.maximum(seconds.backward - seconds.weights, 0.0)
+    there, back = ({(s - 1, s): row[s] for s in range(1, shape.num_stages)} for row in seconds.transfers)
+    passes = seconds.forward, seconds.backward, inputs, seconds.weights
+    done = many_rank_seconds(schedule, passes, (there, back))
+    once = np.zeros_like(done)
+    np.add.at(once, list(shape.ranks), seconds.once)
+    return np.asarray((done + once).max(axis=0))
+
+
+def staged_points(
+    blocks: StageBlocks, shape: PipelineShape, points: Sequence[StagePoint], *, batch_size: int
+) -> list[PlanPoint]:
+    """Return plans of one shape with what they are predicted to cost; `batch_size` samples are those of a row of ranks."""
+    seconds = stage_seconds(blocks, shape, points)
+    steps = step_seconds_of(seconds, shape)
+    if steps is None:
+        steps = np.array([point.step_seconds for point in points])
+    busy = np.zeros((shape.pipeline, len(points)))
+    work = shape.num_microbatches * (seconds.forward + seconds.backward) + seconds.once
+    np.add.at(busy, list(shape.ranks), work)
+    compute = np.minimum(busy.max(axis=0), steps)
+    plans = _Plans(blocks, shape, batch_size)
+    found = []
+    for point, step, own in zip(points, steps.tolist(), compute.tolist(), strict=True):
+        predicted = Prediction(step, point.peak_bytes, own, step - own)
+        found.append(PlanPoint(step, point.peak_bytes, plans.mesh.size, plans.plan(point, predicted)))
+    return found
+
+
+class _Plans:
+    """Plans of one shape; blocks of equal configurations are one object."""
+
+    def __init__(self, blocks: StageBlocks, shape: PipelineShape, batch_size: int) -> None:
+        graph, cluster = blocks.step.graph, blocks.step.cluster
+        self.mesh, self._shape = shape.mesh(cluster), shape
+        axes, over = len(self.mesh.axes), self.mesh.data_axes
+        configs = [OpConfig.zero(shape.level, recompute=again, axes=axes, over=over) for again in (False, True)]
+        self._blocks = [[BlockPlan(name, config) for config in configs] for name in blocks.names]
+        left = [
+            block.name for block in graph.blocks if block.name not in blocks.names
+        ]  # among them all that is outside
+        self._others = tuple(BlockPlan(name, configs[0]) for name in left)
+        self._common: dict[str, Any] = {"model": graph.model, "fingerprint": graph.fingerprint, "cluster": cluster.name}
+        self._batch_size = batch_size
+
+    def plan(self, point: StagePoint, predicted: Prediction) -> ParallelPlan:
+        """Return the plan of a point."""
+        chosen = [several[config] for several, config in zip(self._blocks, point.configs, strict=True)]
+        stages, first = [], 0
+        for end in point.ends:
+            stages.append(StagePlan((*chosen[first:end], *(() if first else self._others))))
+            first = end
+        return ParallelPlan(
+            self.mesh,
+            tuple(stages),
+            **self._common,
+            batch_size=self._batch_size,
+            predicted=predicted,
+            num_microbatches=self._shape.num_microbatches,
+            schedule=self._shape.schedule,
+        )
+
+
+def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
+    """Return the shape of the pipeline of a plan with stages."""
+    assert plan.schedule is not None and plan.batch_size is not None
+    level = max(block.config.storage.level for block in plan.blocks)
+    samples = plan.batch_size / plan.num_microbatches
+    sizes = plan.mesh.pipeline_size, plan.mesh.data_parallel_size
+    return PipelineShape(*sizes, plan.schedule, plan.stages_per_rank, plan.num_microbatches, samples, level)

@@ -1,0 +1,189 @@
+"""Plans with stages in the search of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.optimizer import read_optimizer
+from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
+from lightning_topt.frontier.stage_search import StagePoint, search_stages
+from lightning_topt.graph.capture import capture
+from lightning_topt.plan.choose import PlanPoint, choose
+from lightning_topt.plan.known_plans import KnownPlans
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes
+from lightning_topt.plan.plan_explanation import explain_plan
+from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
+from lightning_topt.plan.stage_bounds import fewest_bytes, least_priced
+from lightning_topt.plan.stage_tables import PipelineShape, stage_table
+from lightning_topt.plan.staged_plans import shape_of_plan, stage_seconds, step_seconds_of
+from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.techniques.registry import check_runs
+from tests.models import GPT
+
+DEVICE = Device("accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6)
+NODES = Cluster("nodes", DEVICE, devices_per_node=2, num_nodes=4, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e8))
+
+
+def make_request(*, layers: int = 6, tied: bool = False) -> SearchRequest:
+    module, batch = GPT(layers, 256, 8, vocab=512, context=128, tied=tied), (torch.zeros(4, 128, dtype=torch.long),) * 2
+    optimizer = read_optimizer([module.configure_optimizers()], named_parameters=module.named_parameters())
+    return SearchRequest(capture(module, batch), NODES, optimizer, (8,), 32, pipelines=PipelineRequest())
+
+
+@pytest.fixture(scope="module")
+def request_of_gpt() -> SearchRequest:
+    return make_request()
+
+
+def staged(points: Iterable[PlanPoint]) -> list[PlanPoint]:
+    return [point for point in points if point.plan.schedule is not None]
+
+
+def test_a_slow_network_decides_on_a_pipeline(request_of_gpt: SearchRequest) -> None:
+    slow, fast = Link(1e-5, 1e8), Link(1e-6, 1e11)
+    best, without = search_plans(request_of_gpt), search_plans(replace(request_of_gpt, pipelines=None))
+    assert not staged(without.candidates)
+    assert best.points[-1].step_seconds < without.points[-1].step_seconds
+    chosen = choose(best.candidates).plan
+    assert chosen.schedule is not None and "stages" in chosen.reason
+    quick = replace(request_of_gpt, cluster=replace(NODES, devices_per_node=8, num_nodes=1, intra=fast, inter=None))
+    assert choose(search_plans(quick).candidates).plan.schedule is None
+    assert slow != fast
+    for point in staged(best.points):
+        assert ParallelPlan.from_yaml(point.plan.to_yaml()) == point.plan
+        configs = {block.block: block.config for block in point.plan.blocks}
+        check_runs(point.plan.mesh, configs)
+        names = [block.block for stage in point.plan.stages for block in stage.blocks if block.block]
+        assert names == [f"blocks.{n}" for n in range(6)]
+        assert point.plan.fingerprint == request_of_gpt.graph.fingerprint
+
+
+def test_what_is_given_is_kept_and_the_rest_searched(request_of_gpt: SearchRequest) -> None:
+    def plans(**wanted: object) -> list[ParallelPlan]:
+        request = replace(request_of_gpt, pipelines=PipelineRequest(**wanted))  # type: ignore[arg-type]
+        return [point.plan for point in search_plans(request).candidates]
+
+    assert {plan.schedule for plan in plans(schedule="gpipe")} == {"gpipe"}
+    assert {len(plan.stages) for plan in plans(stages=4)} == {4}
+    assert {plan.mesh.pipeline_size for plan in plans(stages=4)} >= {4}
+    assert {plan.num_microbatches for plan in plans(microbatches=8)} == {8}
+    (shape,) = {
+        (plan.mesh.shape, plan.schedule, len(plan.stages), plan.num_microbatches, plan.batch_size)
+        for plan in plans(stages=4, schedule="looped_bfs", microbatches=4)
+    }
+    assert shape == ((2, 4), "looped_bfs", 4, 4, 8)
+    with pytest.raises(PlanError, match="no pipeline of 8 ranks has 7 stages: the model has 6 blocks"):
+        plans(stages=7)
+
+
+def shapes_of(request: SearchRequest) -> list[PipelineShape]:
+    return [*pipeline_shapes(stage_blocks(request), 8, request.global_batch_size, PipelineRequest())]
+
+
+def test_shapes_divide_ranks_and_batches(request_of_gpt: SearchRequest) -> None:
+    shapes = shapes_of(request_of_gpt)
+    assert {(shape.pipeline, shape.data) for shape in shapes} == {(2, 4), (4, 2)}  # 8 ranks, but 6 blocks
+    for shape in shapes:
+        assert shape.data * shape.num_microbatches * shape.samples == 32
+        assert shape.num_stages <= 6 and SCHEDULES[shape.schedule]
+    fixed = replace(request_of_gpt, graph=replace(request_of_gpt.graph, batch_scaling=False))
+    assert {shape.samples for shape in shapes_of(fixed)} == {4}
+
+
+def test_no_pipeline_is_dropped_that_would_have_a_plan(
+    request_of_gpt: SearchRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cluster in (NODES, replace(NODES, inter=Link(1e-6, 1e11))):
+        request, found = replace(request_of_gpt, cluster=cluster), []
+        for decide in (KnownPlans.may_gain_above, lambda *_: True):
+            monkeypatch.setattr(KnownPlans, "may_gain_above", decide)
+            found.append([(p.step_seconds, p.peak_bytes) for p in search_plans(request).points])
+            monkeypatch.undo()
+        assert found[0] == found[1]
+
+
+def test_bounds_are_below_all_plans(request_of_gpt: SearchRequest) -> None:
+    blocks, prices = stage_blocks(request_of_gpt), np.array([0.0, 1e-12, 1e-10, 1e-8])
+    for shape in shapes_of(request_of_gpt):
+        table = stage_table(blocks, shape)
+        costs = np.array([(p.step_seconds, p.peak_bytes) for p in search_stages(table).points])
+        least = (costs[:, :1] + prices * costs[:, 1:]).min(axis=0)
+        assert (least_priced(table, prices) <= least * (1 + 1e-9)).all()
+        assert fewest_bytes(table) <= costs[:, 1].min()
+
+
+def test_formulas_are_near_the_simulation(request_of_gpt: SearchRequest) -> None:
+    """Of stages that differ by the ends of the model; ranks of several stages count as if all were like the dearest."""
+    blocks = stage_blocks(replace(request_of_gpt, cluster=replace(NODES, inter=Link(1e-6, 1e11))))
+    compared = 0
+    for shape in shapes_of(request_of_gpt):
+        points = search_stages(stage_table(blocks, shape)).points
+        simulated = step_seconds_of(stage_seconds(blocks, shape, points), shape)
+        assert simulated is not None
+        ratios = simulated / [point.step_seconds for point in points]
+        assert (0.85 if shape.stages_per_rank == 1 else 0.6) < ratios.min() and ratios.max() < 1.1, shape
+        compared += len(points)
+    assert compared > 50
+
+
+def test_stages_keep_their_parameters_and_the_microbatches_in_flight(request_of_gpt: SearchRequest) -> None:
+    graph, blocks = request_of_gpt.graph, stage_blocks(request_of_gpt)
+    table = stage_table(blocks, PipelineShape(2, 4, "1f1b", 1, 4, 2.0))
+    cut = (3, 6), (0, 0), (0,) * 6
+    passes, once = blocks.passes(2.0), blocks.once(PipelineShape(2, 4, "1f1b", 1, 4, 2.0).rows, 0)
+    state = sum(request_of_gpt.optimizer.state_bytes(p.name) for p in graph.parameters)
+    held = sum(parameter_bytes(p) + gradient_bytes(p) for p in graph.parameters) + state
+    assert once.static.sum() == pytest.approx(held)
+    first = once.static[:3].sum() + max(2 * passes.kept[:3].sum() + passes.hump[:3].max(), once.update[:3].sum())
+    received = 2 * 128 * 256 * 4
+    last = once.static[3:].sum() + passes.kept[3:].sum() + received + passes.hump[3:].max()
+    last = max(last, once.static[3:].sum() + once.update[3:].sum())
+    assert table.evaluate(*cut)[1] - table.fixed_bytes == pytest.approx(max(first, last), rel=1e-6)
+    assert table.fixed_bytes == pytest.approx(graph.buffer_bytes + graph.input_bytes.at(8))
+
+
+def test_tied_weights_are_kept_by_both_stages_and_cost_an_exchange() -> None:
+    blocks = stage_blocks(make_request(layers=4, tied=True))
+    once = blocks.once(PipelineShape(2, 4, "1f1b", 1, 4, 2.0).rows, 0)
+    assert once.shared is not None and blocks.uses["tokens.weight"] == (0, 3)
+    assert (once.shared[:, 0, 4] == 0).all()  # all on one stage
+    assert once.shared[0, 0, 2] > 0 and once.shared[1, 0, 2] == 0  # the first reader's stage has it anyway
+    assert (once.shared[:, 2, 4] > 0).all() and (once.shared[:, 1, 3] == 0).all()
+    held = 512 * 256 * 4
+    assert once.shared[1, 2, 4] == pytest.approx(4 * held, rel=0.01)  # itself, its gradient, two states
+
+
+def test_sharded_state_saves_memory_along_the_data_axis(request_of_gpt: SearchRequest) -> None:
+    blocks, rows = stage_blocks(request_of_gpt), PipelineShape(2, 4, "1f1b", 1, 4, 2.0).rows
+    whole, shared = blocks.once(rows, 0), blocks.once(rows, 1)
+    state = sum(request_of_gpt.optimizer.state_bytes(p.name) for p in request_of_gpt.graph.parameters)
+    assert whole.static.sum() - shared.static.sum() == pytest.approx(0.75 * state)
+
+
+def test_links_of_stages_are_those_of_their_ranks() -> None:
+    shape = PipelineShape(4, 2, "1f1b", 1, 4, 1.0)
+    assert [shape.link_before(s, NODES) for s in (1, 2, 3)] == ["inter"] * 3
+    wide = replace(NODES, devices_per_node=4, num_nodes=2)
+    assert [shape.link_before(s, wide) for s in (1, 2, 3)] == ["intra", "inter", "intra"]
+    turn = PipelineShape(2, 1, "zbv", 2, 4, 1.0)
+    assert [turn.link_before(s, NODES) for s in (1, 2, 3)] == ["intra", "none", "intra"]
+
+
+def test_a_plan_with_stages_tells_its_shape_and_is_not_explained_by_blocks(request_of_gpt: SearchRequest) -> None:
+    point: PlanPoint = staged(search_plans(request_of_gpt).points)[0]
+    shape = shape_of_plan(point.plan)
+    blocks = stage_blocks(request_of_gpt)
+    ends = np.cumsum([sum(bool(block.block) for block in stage.blocks) for stage in point.plan.stages])
+    configs = [int(point.plan.configs[name].recompute) for name in blocks.names]
+    cut = StagePoint(0.0, 0.0, tuple(ends.tolist()), (0,) * len(ends), tuple(configs))
+    seconds = step_seconds_of(stage_seconds(blocks, shape, [cut]), shape)
+    assert seconds is not None and seconds[0] == pytest.approx(point.step_seconds)
+    with pytest.raises(PlanError, match="not explained"):
+        explain_plan(request_of_gpt, point.plan)

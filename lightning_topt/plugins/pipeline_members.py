@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from typing_extensions import override
@@ -65,7 +66,8 @@ class PipelineMembers(PipelineSteps):
         """Return a training step on the batch of rank 0."""
         everyone: Any = dist.group.WORLD
         batch = value_of_member(batch, everyone, member=0, device=self._device)
-        return Example(_MemberPasses(self, [], is_last=False, scale=1.0, batch_idx=0).loss, (batch,))
+        batch_idx = 0 if takes_index(self._module) else None
+        return Example(_MemberPasses(self, [], is_last=False, scale=1.0, batch_idx=batch_idx).loss, (batch,))
 
     def check(self) -> None:
         """Raise PlanError where a step changes buffers: DDP keeps those of rank 0's batch, a pipeline has all batches'."""
@@ -164,6 +166,11 @@ class _MemberPasses:
         loss = _loss_or_zero(told.output)
         self.finished[index] = Told(map_tensors(told.output, Tensor.detach), told.calls, told.counted)
         return loss if self.scale == 1 else loss * self.scale
+
+
+def takes_index(module: pl.LightningModule) -> bool:
+    """Return whether Lightning gives ``training_step`` the index of the batch."""
+    return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
 
 def _loss_or_zero(output: Any) -> Tensor:

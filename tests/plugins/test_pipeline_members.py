@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from tests.plugins.test_turns import CLIPPED, Case, OwnBatches, Rich, assert_equal, results_of
+from tests.plugins.test_turns import CLIPPED, FAST, SLOW, Case, OwnBatches, Rich, assert_equal, cluster, results_of
 from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
 
 
@@ -22,9 +21,24 @@ class Staged(Rich):
         super().__init__(width, dropout)
         self.batch_norm = nn.Identity()  # type: ignore[assignment]
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        name = outputs["name"]
+        super().on_train_batch_end(
+            {**outputs, "name": name if isinstance(name, str) else f"rank {name}"}, batch, batch_idx
+        )
+
     def losses(self, batch: Any) -> Any:
         words, within, logits = super().losses(batch)
         return words + 0.01 * torch.rand(()) * logits.square().mean(), within, logits
+
+
+class Wordless(OwnBatches):
+    """Batches of one shape that consist of tensors."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            tokens, targets = (tensor[:3, :6] for tensor in (batch["tokens"], batch["nested"][0]))
+            yield {"tokens": tokens, "nested": [targets, {"name": torch.tensor(dist.get_rank())}]}
 
 
 def staged_plan(data: int, *, storage: str = "ddp", recompute: bool = False, schedule: str = "1f1b") -> dict[str, Any]:
@@ -43,7 +57,8 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         module = Staged(case.width)
         rest = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
         strategy = topt_trainer(case.given, options=case.options, **rest) if topt else None
-        found.append(results_of(strategy or make_trainer("ddp", devices=case.ranks, **rest), module, 10 + rank))
+        trainer = strategy or make_trainer("ddp", devices=case.ranks, **rest)
+        found.append(results_of(trainer, module, 10 + rank, OwnBatches if case.given else Wordless))
     return found[0], found[1]
 
 
@@ -67,3 +82,17 @@ def check(case: Case, *, relative: float = 1e-5) -> dict[str, Any]:
 )
 def test_a_fit_in_stages_is_that_of_ddp(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "summary", "reason"),
+    [
+        (Case(2, options={"cluster": cluster(1, 2, SLOW)}, width=64), "2 stages", "The fastest step"),
+        (Case(2, options={"cluster": cluster(1, 2, FAST)}), "5 x DDP", "As fast as any plan"),
+    ],
+)
+def test_pipelines_are_found_where_they_are_best(case: Case, summary: str, reason: str) -> None:
+    found = check(case)
+    assert found["planned"][1] == "search"
+    assert summary in found["planned"][0] and reason in found["planned"][2]
+    assert found["plan"].get("own_batches", False) == ("stages" in summary)

@@ -55,7 +55,9 @@ def count_cells(rows: Sequence[str], columns: int) -> tuple[int, int, int]:
 
 def reasons(found: Mapping[tuple[str, str], Refusal]) -> str:
     """Return one line for each reason why plans (first of a key) were refused for models (second of it)."""
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for (plan, model), why in found.items():
-        by_reason.setdefault(f"{model}: {why}", []).append(plan)
-    return "\n".join(f"- {why} ({', '.join(plans)})" for why, plans in by_reason.items()) or "- none is refused"
+        models, plans = by_reason.setdefault(why, ({}, {}))
+        models[model], plans[plan] = None, None
+    lines = [f"- {', '.join(models)} ({'; '.join(plans)}): {why}" for why, (models, plans) in by_reason.items()]
+    return "\n".join(lines) or "- none is refused"

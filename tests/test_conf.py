@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from hydra_plugins.lightning_topt_searchpath import conf_dir
-from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy
+from lightning_topt import AutoParallelStrategy, CompressedDDPStrategy, LocalStepsStrategy, PipelineStrategy
 from lightning_topt.communication import ExchangeOptions
 from lightning_topt.communication.options import METHODS
 from lightning_topt.costs.cluster import Cluster
@@ -100,6 +100,8 @@ def test_measured_means_none():
 def test_values_that_yaml_repeats_are_the_constructors():
     """A default is written once; where YAML shows it for orientation, the two must agree."""
     assert instantiate(composed("train").strategy, _convert_="all").request == AutoParallelStrategy().request
+    pipeline = instantiate(composed("train", "strategy=topt_pipeline").strategy, _convert_="all")
+    assert pipeline.request == PipelineStrategy().request
     for name, options in (
         ("topk", {}),
         ("powersgd", {"method": "powersgd"}),

@@ -117,7 +117,11 @@ class Engine:
         if self._stages is not None:
             names = lambda: self._split_names  # noqa: E731
             self._stages.follow(
-                self.slices_of, around=self.around_step, joined=self._whole_slices, whole=self.whole, split=names
+                self.slices_of,
+                around=self.around_step if self._split else nullcontext,
+                joined=self._whole_slices,
+                whole=self.whole,
+                split=names,
             )
         say_where_nodes_differ(self.plan, self._options.topology)
         return self._model

@@ -14,7 +14,7 @@ from lightning_topt.graph.step_flow import Draw, LeafSpec
 
 SEEDED = torch.Tag.nondeterministic_seeded
 # How many numbers these draw depends on the values of their tensors.
-BY_VALUE = {"poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "multinomial"}
+BY_VALUE = {"rrelu_with_noise", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "multinomial"}
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_topt.graph.draws import draw_of
 from lightning_topt.graph.errors import CaptureError, check_no_reentrant_checkpoint, line_of_caller
+from lightning_topt.graph.flow_units import unit_modules
 from lightning_topt.graph.kernels import is_view
 from lightning_topt.graph.provenance import Origin, Provenance
-from lightning_topt.graph.silence import runs_metrics
 from lightning_topt.graph.step_flow import Bond, Draw, LeafSpec, StepFlow, TensorRef, UnitCall
 from lightning_topt.graph.structures import CONTAINERS, tensors_in
 from lightning_topt.graph.writes import is_strided, written_tensors
@@ -60,6 +60,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module, batch: Iterable[Tensor], *, units: Collection[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.metrics: list[str] = []
+        self.in_metric = False  # what it reads of the batch only the last stage reads
         self.running: OpOverload | None = None
         self.unit_name = ""
         self._at = BETWEEN
@@ -126,6 +127,8 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what a value reads as here; None to let it be read."""
         origin = self._origins.origin(tensor)
         if origin.is_batch and not (origin.refs or origin.reads):
+            if self.in_metric and isinstance(tensor, FakeTensor):
+                return torch.zeros((), dtype=tensor.dtype).tolist()
             if isinstance(tensor, FakeTensor):
                 raise CaptureError("the step reads values of the batch", needs_values=True)
             self._reads_values = True
@@ -280,20 +283,6 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             draws_before=call.draws_before,
             writes=frozenset(call.writes),
         )
-
-
-def unit_modules(module: nn.Module, units: Collection[str]) -> list[tuple[str, nn.Module]]:
-    """Return, with their paths, all modules whose calls may be calls of units: those that contain no named block."""
-    opened = {""}
-    for unit in units:
-        while unit := unit.rpartition(".")[0]:
-            opened.add(unit)
-    found: list[tuple[str, nn.Module]] = []
-    named = {id(module.get_submodule(unit)): unit for unit in units}
-    for path, submodule in module.named_modules():
-        if path not in opened and not runs_metrics(submodule):
-            found.append((named.get(id(submodule), path), submodule))
-    return found
 
 
 def _leaves(value: Any) -> list[Tensor]:

@@ -8,7 +8,7 @@ they read as zero here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_topt.graph.errors import CaptureError, explain
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.flow_recorder import FlowRecorder
+from lightning_topt.graph.flow_units import check_units
 from lightning_topt.graph.no_trace import no_trace
 from lightning_topt.graph.real import real_batch
 from lightning_topt.graph.sample_counts import fake_batch
@@ -107,25 +108,6 @@ class _Readable(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_units(module: nn.Module, units: Collection[str]) -> None:
-    """Raise ValueError for `units` that `module` does not have, or that lie inside of one another."""
-    paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
-    for unit in units:
-        if not unit or unit not in paths:
-            raise ValueError(
-                f"{type(module).__name__} has no module {unit!r} that a stage could run; name its submodules"
-            )
-        for outer in parents(unit):
-            if outer in units:
-                raise ValueError(f"block {unit!r} lies inside of block {outer!r}; a stage runs one or the other")
-
-
-def parents(path: str) -> Iterator[str]:
-    """Yield the paths of the modules around the one at `path`, innermost first, without the root."""
-    while path := path.rpartition(".")[0]:
-        yield path
-
-
 def _explained(error: Exception, recorder: FlowRecorder) -> CaptureError | None:
     explained = explain(error, recorder.running)
     if explained is None:
@@ -157,6 +139,10 @@ def _record_logs(module: nn.Module, recorder: FlowRecorder) -> None:
 def _needing(method: Callable[..., Any], recorder: FlowRecorder) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         recorder.need_at_end((args, kwargs))
-        return method(*args, **kwargs)
+        was_inside, recorder.in_metric = recorder.in_metric, True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            recorder.in_metric = was_inside
 
     return run

@@ -119,6 +119,15 @@ class StepFlow:
         """Whether random numbers are drawn anywhere in the step."""
         return bool(self.end_draws) or any(call.draws or call.draws_before for call in self.calls)
 
+    def draws_from(self, call: int) -> tuple[Draw, ...]:
+        """Return the random numbers drawn from inside of call number `call` to the end; none where there is no such call."""
+        if call >= len(self.calls):
+            return ()
+        found = list(self.calls[call].draws)
+        for later in self.calls[call + 1 :]:
+            found += [*later.draws_before, *later.draws]
+        return (*found, *self.end_draws)
+
     def crossings(self, stage_of_call: Sequence[int]) -> dict[TensorRef, tuple[int, ...]]:
         """Return the tensors that one stage makes and later ones need, with these stages in order.
 

@@ -76,6 +76,12 @@ class DataRanks(EngineCheckpoints):
         return super().reduce(tensor, self._data_group if group is None else group, reduce_op)
 
     @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks of the run decide so, or any: these count, not those of the data."""
+        votes = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+        return int(votes) == self.world_size if all else bool(votes)
+
+    @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         return super().all_gather(tensor, self._data_group if group is None else group, sync_grads)
 

@@ -227,6 +227,10 @@ def by_value(net: Any, batch: Tensor) -> Any:
     return net.c(net.b(net.a(batch)) + torch.poisson(batch.abs())).mean()
 
 
+def by_sign(net: Any, batch: Tensor) -> Any:
+    return net.c(F.rrelu(net.b(net.a(batch)), training=True)).mean()
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [
@@ -234,6 +238,7 @@ def by_value(net: Any, batch: Tensor) -> Any:
         (own_generator, "before block 'c', draws numbers from a generator of its own"),
         (python_numbers, "before block 'c', draws Python's or NumPy's random numbers"),
         (by_value, "before block 'c', draws numbers whose count depends on the values"),
+        (by_sign, "before block 'c', draws numbers whose count depends on the values"),
     ],
 )
 def test_random_numbers_that_other_stages_cannot_draw(step, message):

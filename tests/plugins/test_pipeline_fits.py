@@ -9,10 +9,11 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_topt import PipelineStrategy
+from lightning_topt import AutoParallelStrategy, PipelineStrategy
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plugins.batch_parts import split_batch
 from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks
@@ -157,3 +158,106 @@ def test_fits_are_those_of_one_process(tmp_path: Path) -> None:
             schedule = options.get("schedule", "1f1b")
             assert found[name]["plan"]["schedule"] == schedule
             assert len(found[name]["plan"]["stages"]) == (2 if schedule in ("1f1b", "gpipe") else 4)
+
+
+# ---- rows of data, and going on -------------------------------------------------------------------------------------
+
+
+def stops(**kwargs: Any) -> list[Any]:
+    best = ModelCheckpoint(monitor="val_loss", filename="best", save_last=True, **kwargs)
+    return [best, EarlyStopping("val_loss", patience=1, min_delta=0.2)]
+
+
+def with_files(folder: Path) -> dict[str, Any]:
+    return {
+        "enable_checkpointing": True,
+        "default_root_dir": folder,
+        "max_epochs": 4,
+        "callbacks": stops(dirpath=folder),
+    }
+
+
+def seen_by(trainer: L.Trainer, module: Counted) -> dict[str, Any]:
+    checkpoint: Any = trainer.checkpoint_callback
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {
+        "epochs": trainer.current_epoch,
+        "best": float(checkpoint.best_model_score),
+        "file": Path(checkpoint.best_model_path).name,
+        "metrics": {name: metrics[name] for name in ("val_loss", "sum", "right_epoch")},
+        "counted": module.logged,
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "state": {name: value.clone() for name, value in module.state_dict().items()},
+    }
+
+
+def in_rows(rank: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    trainer = make_trainer(pipeline(4, stages=2, microbatches=2), devices=4, **with_files(folder))
+    module = Counted()
+    trainer.fit(module, loader(4, length=32), loader(4, length=16))
+    return seen_by(trainer, module)
+
+
+def test_rows_of_pipelines_share_the_data_and_stop_together(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Counted()
+    module.parts = 2
+    trainer = make_trainer(**with_files(tmp_path / "one"))
+    trainer.fit(module, in_order(8, length=32), loader(8, length=16))
+    expected = seen_by(trainer, module)
+    assert 1 < expected["epochs"] < 4
+    for found in on_ranks(in_rows, tmp_path / "rows", world_size=4):
+        for name in ("epochs", "file", "counted", "rates"):
+            assert found[name] == expected[name], name
+        assert found["best"] == pytest.approx(expected["best"], rel=1e-3)
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-3)
+        for name, value in expected["state"].items():
+            torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4)
+    saved = torch.load(tmp_path / "rows" / "best.ckpt", weights_only=False)
+    restored = Counted()
+    restored.load_state_dict(saved["state_dict"])  # in plain Lightning
+
+
+def strategies() -> dict[str, Any]:
+    return {
+        "1f1b": pipeline(2, microbatches=2),
+        "zbv": pipeline(2, schedule="zbv", microbatches=4),
+        "sharded": pipeline(2, microbatches=2, checkpoint="sharded"),
+        "zero1": AutoParallelStrategy(plan="zero1"),
+        "zero3": AutoParallelStrategy(plan="zero3"),
+    }
+
+
+def goes_on(rank: int, folder: Path) -> dict[Any, Any]:
+    found = {}
+    for first, then in (("plain", "1f1b"), ("1f1b", "zbv"), ("sharded", "1f1b"), ("1f1b", "zero3"), ("zero1", "zbv")):
+        torch.manual_seed(0)
+        file = folder / f"{first}.ckpt"
+        data = loader(8 if first in ("plain", "1f1b", "zbv", "sharded") else 4, length=32)
+        if not file.exists():
+            trainer = make_trainer(strategies()[first], devices=2, max_epochs=1)
+            trainer.fit(Counted(), data)
+            trainer.save_checkpoint(file)
+        torch.manual_seed(1)
+        module = Counted()
+        data = loader(4 if then == "zero3" else 8, length=32)
+        make_trainer(strategies()[then], devices=2, max_epochs=2).fit(module, data, ckpt_path=file)
+        found[first, then] = module.losses, {name: value.clone() for name, value in module.state_dict().items()}
+    return found
+
+
+def test_any_checkpoint_goes_on_in_a_pipeline_and_back(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Counted()
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(module, in_order(8, length=32))
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    module = Counted()
+    make_trainer(max_epochs=2).fit(module, in_order(8, length=32), ckpt_path=tmp_path / "plain.ckpt")
+    assert len(module.losses) == 4
+    for found in on_ranks(goes_on, tmp_path):
+        for (first, then), (losses, state) in found.items():
+            assert then == "zero3" or losses == pytest.approx(module.losses, rel=1e-3), (first, then)
+            for name, value in module.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-3, atol=2e-4, msg=f"{first} {then} {name}")

@@ -106,6 +106,9 @@ def test_every_mix_of_presets_runs(mesh: str) -> None:
 def test_stages_with_whole_gradients_run() -> None:
     check_runs(STAGES, {"": ZERO1, "a": OpConfig.zero(0, recompute=True, axes=2)})
     check_runs(Mesh((Axis("pipeline", 2),)), {"": PLAIN})
+    cube = Mesh((Axis("pipeline", 2), Axis("data", 2), Axis("tensor", 2)))
+    split = (("weight", (Replicate(), Replicate(), Shard(0))),)
+    check_runs(cube, {"": OpConfig(PRESETS["zero1"].storage(cube), parameters=split)})
 
 
 # ---- blocks of a module ---------------------------------------------------------------------------------------------

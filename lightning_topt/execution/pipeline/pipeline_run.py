@@ -18,7 +18,7 @@ from lightning_topt.execution.pipeline.messages import Around, around_actions
 from lightning_topt.execution.pipeline.pipeline_groups import PipelineGroups
 from lightning_topt.execution.pipeline.runtime import run_actions
 from lightning_topt.execution.pipeline.shared_values import share_value
-from lightning_topt.execution.pipeline.stage_buffers import StageBuffers
+from lightning_topt.execution.pipeline.stage_buffers import StageBuffers, average_over_data_ranks
 from lightning_topt.execution.pipeline.stage_gradients import StageExchanges
 from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.execution.pipeline.stage_norms import StageNorms
@@ -30,6 +30,8 @@ from lightning_topt.schedules.make_schedule import make_schedule
 from lightning_topt.schedules.schedule import Schedule
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, draw_alike
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
+
+_KEPT = 64  # sequences of flows whose messages are known
 
 
 class Example(NamedTuple):
@@ -64,10 +66,12 @@ class PipelineRun:
         self._originals = dict(module.named_parameters())
         self.foreign = place_parameters(module, self.layout, self.groups, device=device)
         self._buffers = StageBuffers(module, self.layout, self.groups)
+        self._averaged = average_over_data_ranks(module, self.groups)
         self._synchronizes, self._failed = True, False
         self._around: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._split: Callable[[], Mapping[str, SplitTensor]] = dict
-        self.follow(lambda parameter: 1)
+        self._exchanges: StageExchanges
+        self._norms: StageNorms
 
     @classmethod
     def start(
@@ -92,9 +96,9 @@ class PipelineRun:
         whole: Callable[[Any], Any] = lambda value: value,
         split: Callable[[], Mapping[str, SplitTensor]] = dict,
     ) -> None:
-        """Take up what techniques did to the parameters that this rank keeps; arguments are the engine's methods.
+        """Take up what techniques did to the parameters that this rank keeps, before the first step.
 
-        `split` says how the parameters by these names are cut now.
+        Arguments are the engine's methods; `split` says how the parameters by these names are cut now.
         """
         self._around, self._split, self._flows.joined, self._flows.whole = around, split, joined, whole
         self._exchanges = StageExchanges(dict(self.module.named_parameters()), self.layout, self.groups)
@@ -160,16 +164,16 @@ class PipelineRun:
         program = self._program(schedule, flows)
         passes = [flow.passes for flow in flows]
         try:
-            with self._around():
-                return run_actions(
-                    program,
-                    passes,
-                    self._peers,
-                    [partial(step, self.module, microbatch) for microbatch in microbatches],
-                    last_stage=schedule.num_stages - 1,
-                    loss_of=None if factors is None else lambda index, result: _loss(result) * factors[index],
-                    ended=self._exchanges.stage_ended if self._synchronizes and factors is not None else _nothing,
-                )
+            return run_actions(
+                program,
+                passes,
+                self._peers,
+                [partial(step, self.module, microbatch) for microbatch in microbatches],
+                around=self._around,
+                last_stage=schedule.num_stages - 1,
+                loss_of=None if factors is None else lambda index, result: _loss(result) * factors[index],
+                ended=self._exchanges.stage_ended if self._synchronizes and factors is not None else _nothing,
+            )
         except BaseException:
             self._failed = True
             self._peers.forget()
@@ -196,10 +200,13 @@ class PipelineRun:
         return self._schedules[key]
 
     def _program(self, schedule: Schedule, flows: Sequence[StageFlow]) -> tuple[Around, ...]:
-        key = (id(schedule), tuple(id(flow) for flow in flows))
+        key = (schedule.name, tuple(flows))
         if (known := self._programs.get(key)) is None:
             known = around_actions(schedule, [flow.crossings for flow in flows], rank=self.groups.rank)
-            self._programs[key] = known
+            if all(flow.is_kept for flow in flows):
+                if len(self._programs) >= _KEPT:
+                    del self._programs[next(iter(self._programs))]
+                self._programs[key] = known
         return known
 
     def _from_last(self, values: Tensor) -> None:
@@ -282,6 +289,8 @@ class PipelineRun:
         """Let every rank have the whole module again."""
         self._buffers.sync()
         self.foreign.restore()
+        for each, group in self._averaged:
+            each.process_group = group
 
 
 def _loss(result: Any) -> Tensor:

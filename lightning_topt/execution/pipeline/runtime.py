@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -22,24 +23,26 @@ def run_actions(
     last_stage: int,
     loss_of: Callable[[int, Any], Tensor] | None = None,
     ended: Callable[[int], None] = lambda stage: None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[int, Any]:
     """Run the passes of `program`; returns the results of `last_stage` by microbatch, if it is this rank's.
 
     ``passes[m]`` are those of this rank's stages on microbatch m, and ``runs[m]`` runs the user's step on it.
     ``loss_of(m, result)`` is the loss that is differentiated, as a graph. `ended` is called with a stage whose parameters have
-    all their gradients.
+    all their gradients; `around` makes the context of forward passes.
     """
     results: dict[int, Any] = {}
     losses: dict[int, Tensor] = {}
-    for around in program:
-        action = around.action
+    for step in program:
+        action = step.action
         stage, microbatch = action.stage_index, action.microbatch_index
-        if around.begins:
-            peers.begin(around.begins)
+        if step.begins:
+            peers.begin(step.begins)
         if action.kind == "forward":
-            received = {message.ref: peers.receive(message) for message in around.needs}
-            output = passes[microbatch].forward(stage, microbatch, runs[microbatch], received)
-            for message in around.sends:
+            received = {message.ref: peers.receive(message) for message in step.needs}
+            with around():
+                output = passes[microbatch].forward(stage, microbatch, runs[microbatch], received)
+            for message in step.sends:
                 peers.send(message, output.sent[message.ref])
             if stage == last_stage:
                 results[microbatch] = output.result
@@ -52,11 +55,11 @@ def run_actions(
             of_microbatch = passes[microbatch]
             run = of_microbatch.backward if action.kind == "backward" else of_microbatch.backward_input
             loss = losses.pop(microbatch) if stage == last_stage else None
-            gradients = run(stage, microbatch, _summed(around.needs, peers), loss=loss)
-            for message in around.sends:
+            gradients = run(stage, microbatch, _summed(step.needs, peers), loss=loss)
+            for message in step.sends:
                 peers.send(message, gradients[message.ref])
             del gradients, loss
-        for ended_stage in around.ends:
+        for ended_stage in step.ends:
             ended(ended_stage)
     peers.finish()
     return results

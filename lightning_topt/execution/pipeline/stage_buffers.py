@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from lightning_topt.communication.topology import own_group
 from lightning_topt.execution.pipeline.pipeline_groups import PipelineGroups
 from lightning_topt.execution.pipeline.stage_layout import StageLayout, written_buffers
 from lightning_topt.execution.pipeline.step_flows import StageFlow
@@ -45,3 +47,19 @@ class StageBuffers:
 
     def _place(self, stage: int) -> int:
         return self._layout.rank_of_stage[stage]
+
+
+def average_over_data_ranks(module: nn.Module, groups: PipelineGroups) -> list[tuple[nn.SyncBatchNorm, Any]]:
+    """Let statistics over all ranks be those of the ranks that run the same stages.
+
+    Other ranks do not run these modules, and would be waited for. Returns the modules that this changes, each with its
+    `process_group` before. A collective call of all ranks.
+    """
+    everyone = dist.group.WORLD
+    of_batches = (each for each in module.modules() if isinstance(each, nn.SyncBatchNorm))
+    found = [(each, each.process_group) for each in of_batches if each.process_group in (None, everyone)]
+    if found:
+        group = groups.data or own_group([[rank] for rank in range(dist.get_world_size())])
+        for each, _ in found:
+            each.process_group = group
+    return found

@@ -24,8 +24,8 @@ from lightning_topt.execution.pipeline.stand_ins import Received, StandIns
 from lightning_topt.execution.pipeline.unit_calls import replaced, silenced, taken_over
 from lightning_topt.graph.draws import draw_again
 from lightning_topt.graph.errors import CaptureError
-from lightning_topt.graph.flow_recorder import unit_modules
-from lightning_topt.graph.step_flow import Draw, StepFlow, TensorRef
+from lightning_topt.graph.flow_units import unit_modules
+from lightning_topt.graph.step_flow import StepFlow, TensorRef
 
 
 class StageDone(BaseException):
@@ -86,9 +86,14 @@ class StagePass:
         self._order = order if order is not None else RandomOrder(torch.device(device))
         self._units = taken_over(unit_modules(module, units), self._call)
         self._silenced = silenced(module, self._nothing_measured)
+        self._draws_after = [flow.draws_from(self._first_call(stage + 1)) for stage in range(self._last + 1)]
         self._crossings = flow.crossings(stage_of_call)
         self._passes: dict[tuple[int, int], _Forward] = {}
         self._current: _Forward | None = None
+
+    def _first_call(self, stage_index: int) -> int:
+        """Return the first call of this stage or a later one."""
+        return sum(stage < stage_index for stage in self.stage_of_call)
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -129,7 +134,7 @@ class StagePass:
             finally:
                 self._current = None
             self._check_end(state, is_last, result)
-            draw_again(self._draws_after(stage_index), self._stand_ins.device)
+            draw_again(self._draws_after[stage_index], self._stand_ins.device)
         if torch.is_grad_enabled() and (state.leaves or state.edges or is_last):
             self._passes[stage_index, microbatch_index] = state
         return StageOutput(state.sent, result)
@@ -176,9 +181,8 @@ class StagePass:
         self, state: _Forward, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Let a call of this stage run that is recomputed in the backward pass."""
-        of_path = (unit for unit in self.flow.calls if f"{path}.".startswith(f"{unit.module}."))
-        stages = {self.stage_of_call[unit.index] for unit in of_path}
-        if state.stage_index not in stages:
+        stages = {self.stage_of_call[unit.index] for unit in self.flow.calls if unit.module == path}
+        if stages and state.stage_index not in stages:  # others are inside of blocks
             raise CaptureError(
                 f"the backward pass of stage {state.stage_index} recomputes a part of the step that calls block {path!r}, "
                 "which other stages run; let torch.utils.checkpoint hold single blocks, or give a plan without a pipeline"
@@ -205,16 +209,6 @@ class StagePass:
             if spec.is_rewritten or sent.stride() != spec.stride:
                 sent = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=sent.device).copy_(sent)
             state.sent[ref] = sent
-
-    def _draws_after(self, stage_index: int) -> list[Draw]:
-        """Return the random numbers drawn after the pass of a stage has ended."""
-        later = [index for index, stage in enumerate(self.stage_of_call) if stage > stage_index]
-        if not later or not self.flow.has_draws:
-            return []
-        draws = list(self.flow.calls[later[0]].draws)
-        for index in later[1:]:
-            draws += [*self.flow.calls[index].draws_before, *self.flow.calls[index].draws]
-        return [*draws, *self.flow.end_draws]
 
     def _nothing_measured(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros((), device=self._stand_ins.device)

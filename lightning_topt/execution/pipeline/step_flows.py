@@ -22,7 +22,7 @@ Step = Callable[[nn.Module, Any], Any]
 _KEPT = 64  # flows; more signatures than that are traced again
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StageFlow:
     """A step's flow, the stage of each of its calls, what crosses, and the passes of this rank's stages on it."""
 
@@ -30,6 +30,11 @@ class StageFlow:
     stage_of_call: tuple[int, ...]
     crossings: Crossings
     passes: StagePass
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it serves later steps with microbatches of the same signature."""
+        return not self.flow.reads_values
 
 
 class StepFlows:
@@ -62,7 +67,7 @@ class StepFlows:
             flow = self._known.get(key)
             if flow is None:
                 flow = self._trace(step, microbatch)
-                if not flow.flow.reads_values:
+                if flow.is_kept:
                     self._remember(key, flow)
             found.append(flow)
         return found

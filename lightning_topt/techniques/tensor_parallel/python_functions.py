@@ -7,8 +7,8 @@ in backward, when the mode is off, runs under the mode again, on tensors that ca
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -113,16 +113,24 @@ def _watched_generator(
 
     def contexts() -> tuple[Any, Any]:
         forward, recompute = context_fn()
-        return forward, _under(mode, recompute)
+        return forward, _Under(mode, recompute)
 
     return _generator(function, preserve, contexts, *args, **kwargs)
 
 
-@contextmanager
-def _under(mode: PythonFunctionMode, context: AbstractContextManager[Any]) -> Iterator[None]:
-    with context:
-        if _current() is not None:
-            yield
-            return
-        with mode:
-            yield
+class _Under(AbstractContextManager[None]):
+    """A context in the mode; it may be entered again, by a backward pass in two parts."""
+
+    def __init__(self, mode: PythonFunctionMode, context: AbstractContextManager[Any]) -> None:
+        self._mode, self._context = mode, context
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._context)
+            if _current() is None:
+                stack.enter_context(self._mode)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 from lightning_topt.plan.presets import PRESETS
 
@@ -131,13 +131,19 @@ def plan_of(
     storage: str = "ddp",
     recompute: bool = False,
     data_first: bool = False,
+    tensor: int = 1,
 ) -> ParallelPlan:
     axes = [Axis("pipeline", pipeline), *([Axis("data", data)] if data > 1 else [])]
-    mesh = Mesh(tuple(reversed(axes)) if data_first else tuple(axes))
+    axes = [*(reversed(axes) if data_first else axes), *([Axis("tensor", tensor)] if tensor > 1 else [])]
+    mesh = Mesh(tuple(axes))
     placed = PRESETS[storage].storage(mesh)
+    whole = (Replicate(),) * (len(axes) - 1)
+    slices = {"0.weight": Shard(0), "0.bias": Shard(0), "3.weight": Shard(1)} if tensor > 1 else {}
+    split = tuple((name, (*whole, placement)) for name, placement in slices.items())
 
     def block(name: str) -> BlockPlan:
-        return BlockPlan(name, OpConfig(placed, recompute=recompute and name.startswith("blocks")))
+        is_block = name.startswith("blocks")
+        return BlockPlan(name, OpConfig(placed, recompute and is_block, parameters=split if is_block else ()))
 
     named = [StagePlan(tuple(map(block, names))) for names in cut(stages or pipeline)]
     named[0] = StagePlan((*named[0].blocks, block("")))

@@ -58,11 +58,16 @@ def run_stages(
     step: Step = call_training_step,
     context: Any = nullcontext,
     poison: bool = True,
+    flow: StepFlow | None = None,
 ) -> Done:
-    """All stages; `ranks` of them have random states of their own. `poison`: parameters that a stage does not need are NaN."""
+    """All stages; `ranks` of them have random states of their own. `poison`: parameters that a stage does not need are NaN.
+
+    `flow`: that of an earlier run with the same blocks.
+    """
     module = copy.deepcopy(module)
     units = [block for stage in stages for block in stage]
-    flow = trace_flow(module, step, batches[0], units=units, forward_context=context)
+    if flow is None:
+        flow = trace_flow(module, step, batches[0], units=units, forward_context=context)
     assigned = assign_calls(flow, stages)
     needed = parameters_of_stage(flow, assigned, module)
     assert set().union(*needed) == {name for name, _ in module.named_parameters()}

@@ -177,6 +177,10 @@ def checked(module: Any, batch: Tensor) -> Tensor:
     return module.b(checkpoint(module.a, batch.requires_grad_(), use_reentrant=False)).sum()
 
 
+def checked_inside(module: Any, batch: Tensor) -> Tensor:
+    return module.b(checkpoint(module.c, module.a(batch), use_reentrant=False)).sum()
+
+
 def checked_both(module: Any, batch: Tensor) -> Tensor:
     return checkpoint(lambda x: module.b(module.a(x).sin()).sin(), batch, use_reentrant=False).sum()
 
@@ -187,6 +191,10 @@ def test_checkpoints_of_single_blocks_run_and_those_of_several_are_refused():
         module = Chain()
         got = run_stages(module, batches, [["a"], ["b"]], step=checked, split=split)
         assert_same(got, run_plain(module, batches, step=checked))
+        module.c = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        module.c.forward = partial(checkpoint, module.c.forward, use_reentrant=False)
+        got = run_stages(module, batches, [["a"], ["c"], ["b"]], step=checked_inside, split=split)
+        assert_same(got, run_plain(module, batches, step=checked_inside))
     passes = stage_pass(module, checked_both, batches[0], [["a"], ["b"]])
     held = passes.forward(0, 0, lambda: checked_both(module, batches[0]), {}).sent
     loss = passes.forward(1, 0, lambda: checked_both(module, batches[0]), held).result

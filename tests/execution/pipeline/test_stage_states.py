@@ -22,6 +22,7 @@ PLANS: dict[str, ParallelPlan] = {
     "1f1b": plan_of(4, "1f1b"),
     "zbv, data 2": plan_of(2, "zbv", stages=4, data=2, data_first=True),
     "1f1b, data 2, zero1": plan_of(2, "1f1b", data=2, storage="zero1"),
+    "1f1b, tensor 2": plan_of(2, "1f1b", tensor=2),
     "zero1": uniform_plan(1, data_parallel_size=4, blocks=["blocks.0"]),
     "zero3": uniform_plan(3, data_parallel_size=4, blocks=["blocks.0", "blocks.1"]),
 }
@@ -160,9 +161,23 @@ def mistakes(rank: int) -> list[str]:
         with pytest.raises(PlanError) as refused:
             Engine(bad, make("tied"), device=CPU).apply(example=Example(loss_of, tokens(1)[0][:2]))
         said.append(str(refused.value))
+    check_statistics()
     with pytest.raises(PlanError, match="needs an example"):
         Engine(plan_of(2, "1f1b"), make("tied"), device=CPU).apply()
     return said
+
+
+def check_statistics() -> None:
+    """Ranks of other stages do not run a module whose statistics are those of all ranks."""
+    model = make("tied")
+    model.blocks[1].append(nn.SyncBatchNorm(5).eval())  # on a CPU it does not train
+    model.eval()
+    engine = Engine(plan_of(2, "1f1b"), model, device=CPU)
+    engine.apply(example=Example(logits_of, tokens(1)[0][:2]))
+    (synchronized,) = (module for module in model.modules() if isinstance(module, nn.SyncBatchNorm))
+    assert torch.distributed.get_world_size(synchronized.process_group) == 1
+    engine.release()
+    assert synchronized.process_group is None
 
 
 def renamed(plan: ParallelPlan) -> ParallelPlan:

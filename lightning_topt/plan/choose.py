@@ -17,6 +17,7 @@ from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.plain_values import names, number, one_line, parse_json, shown, whole
 from lightning_topt.plan.gradient_exchange import describe_exchange, is_lossy
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.schedules.make_schedule import SCHEDULES
 
 SCHEMA_VERSION = 1
 OBJECTIVES = ("time", "memory", "devices")
@@ -227,6 +228,8 @@ def _complexity(plan: ParallelPlan) -> tuple[int, ...]:
         0 if exchange is None else 1 + is_lossy(exchange),
         int(not plan.keeps_gradients_whole),
         len(plan.mesh.axes),
+        plan.stages_per_rank,
+        int(plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].splits_backward),
         len(kinds),
         int(recomputed > 0),
         max(levels),

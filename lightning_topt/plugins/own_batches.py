@@ -50,6 +50,8 @@ def why_no_members(trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None
         return reason
     if name := _name_in(module, _WRITERS):
         return f"training_step uses {name}, and what rank 0 writes is known on the last stage's rank"
+    if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        return "batch norm brings ranks with different batches together"
     if any(isinstance(part, _NormBase) and part.training and part.track_running_stats for part in module.modules()):
         return "batch norm counts the batches of rank 0 alone under ddp, and would count all of a pipeline's"
     if any(isinstance(part, MetricCollection) for part in module.modules()):

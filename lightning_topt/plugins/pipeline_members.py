@@ -29,9 +29,9 @@ from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plugins.member_batches import value_for_member, value_of_member, values_of_members
 from lightning_topt.plugins.metric_states import MetricChanges, States, count_from, states_in_use, take_over, uncounted
-from lightning_topt.plugins.pipeline_steps import PipelineSteps, joint_loss
+from lightning_topt.plugins.pipeline_steps import PipelineSteps, joint_loss, loss_in
 from lightning_topt.plugins.pipeline_values import Told, replay
-from lightning_topt.plugins.turns import gradients_aside, loss_of
+from lightning_topt.plugins.turns import gradients_aside
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, random_states, set_random_states
 
 
@@ -94,30 +94,13 @@ class PipelineMembers(PipelineSteps):
         starts = self._engine.stages.random_starts([member.states for member in members])
         with gradients_aside(self._module) as gradients, starts as ends, _as_other_rank():
             self._engine.run_step(passes.microbatches, passes.loss)
-        told, losses = self._own_part(passes.finished)
+        values = [passes.finished[index] for index in range(self._size)] if passes.finished else None
+        told: Told = value_for_member(values, self._row, source=self._teller, device=self._device)
         set_random_states(ends[self._place])
         take_over(self._module, told.counted)
         replay(self._module, told.calls)
-        if losses == 0:
-            return told.output
-        loss = loss_of(told.output)
-        assert loss is not None
-        joint = joint_loss(loss, gradients, scale=passes.scale, device=self._device)
+        joint = joint_loss(loss_in(told.output), gradients, scale=passes.scale, device=self._device)
         return {**told.output, "loss": joint} if isinstance(told.output, Mapping) else joint
-
-    def _own_part(self, finished: Mapping[int, Told]) -> tuple[Told, int]:
-        """What the last stage found for this rank, and how many members have a loss: all, or none."""
-        values = None
-        if self._place == self._teller:
-            losses = sum(loss_of(told.output) is not None for told in finished.values())
-            values = [(finished[index], losses) for index in range(self._size)]
-        told, losses = value_for_member(values, self._row, source=self._teller, device=self._device)
-        if 0 < losses < self._size:
-            raise ValueError(
-                f"training_step returned a loss on {losses} of the {self._size} ranks of a pipeline, and None on the others, "
-                "with which ddp waits forever: return a loss on every rank, or on none"
-            )
-        return told, losses
 
     def member_pass(self, member: Member, batch: Any, batch_idx: int | None, *, is_last: bool) -> Told:
         """Return what the step of `member` told, if it reached the end here; nothing of it is left."""
@@ -161,9 +144,9 @@ class _MemberPasses:
         """Return the loss of a member's batch, scaled; or of a copy of it by a copy of the module, to see what they need."""
         index = self._places.get(id(microbatch))
         if index is None:
-            return _loss_or_zero(self._steps.step("training_step", model, microbatch, self._batch_idx))
+            return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
         told = self._steps.member_pass(self._members[index], microbatch, self._batch_idx, is_last=self._is_last)
-        loss = _loss_or_zero(told.output)
+        loss = loss_in(told.output)
         self.finished[index] = Told(map_tensors(told.output, Tensor.detach), told.calls, told.counted)
         return loss if self.scale == 1 else loss * self.scale
 
@@ -171,12 +154,6 @@ class _MemberPasses:
 def takes_index(module: pl.LightningModule) -> bool:
     """Return whether Lightning gives ``training_step`` the index of the batch."""
     return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-
-
-def _loss_or_zero(output: Any) -> Tensor:
-    """A step that returns no loss, on any rank, only leaves out the update."""
-    loss = loss_of(output)
-    return torch.zeros(()) if loss is None else loss
 
 
 @contextmanager

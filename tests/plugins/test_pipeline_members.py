@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from lightning_topt.plan.parallel_plan import PlanError
+from tests.models import GPT
 from tests.plugins.test_turns import CLIPPED, FAST, SLOW, Case, OwnBatches, Rich, assert_equal, cluster, results_of
-from tests.plugins.trainer_ranks import make_trainer, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import loader, make_trainer, on_ranks, topt_trainer
 
 
 class Staged(Rich):
@@ -96,3 +100,69 @@ def test_pipelines_are_found_where_they_are_best(case: Case, summary: str, reaso
     assert found["planned"][1] == "search"
     assert summary in found["planned"][0] and reason in found["planned"][2]
     assert found["plan"].get("own_batches", False) == ("stages" in summary)
+
+
+class Unnumbered(GPT):
+    """Takes no index."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16, heads=2)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step(batch, 0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", super().training_step(batch, 0), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+class Averaging(Unnumbered):
+    """Keeps a mean that steps change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def training_step(self, batch: Any) -> Any:
+        self.mean.mul_(0.9)
+        return super().training_step(batch)
+
+
+def resumed(rank: int, folder: Path) -> Any:
+    given = {"topt": staged_plan(1, schedule="gpipe"), "ddp": None}
+    found = {}
+    for first, then in (("ddp", "ddp"), ("topt", "ddp"), ("ddp", "topt")):
+        torch.manual_seed(0)
+        own = folder / f"{first}_{then}"
+        # Before an evaluation is over: the parameters are whole.
+        saving = ModelCheckpoint(own, filename="half", save_on_train_epoch_end=False)
+        losses = []
+        for epochs, strategy in ((1, first), (2, then)):
+            rest = {"max_epochs": epochs, "num_sanity_val_steps": 0, "callbacks": [saving] * (epochs == 1)}
+            rest["enable_checkpointing"] = epochs == 1
+            staged = strategy == "topt"
+            trainer = topt_trainer(given["topt"], **rest) if staged else make_trainer("ddp", devices=2, **rest)
+            module = Unnumbered()
+            path = own / "half.ckpt" if epochs == 2 else None
+            trainer.fit(module, loader(4, length=24), loader(4, length=8), ckpt_path=path)
+            losses += module.losses
+        found[first, then] = losses, dict(module.state_dict())
+    with pytest.raises(PlanError, match="change the buffer 'mean'"):
+        topt_trainer(given["topt"]).fit(Averaging(), loader(4))
+    return found
+
+
+def test_checkpoints_go_on_under_ddp_and_back(tmp_path: Path) -> None:
+    for found in on_ranks(resumed, tmp_path):
+        losses, state = found["ddp", "ddp"]
+        assert len(losses) == 6
+        for own_losses, own_state in found.values():
+            assert own_losses == pytest.approx(losses, rel=1e-5)
+            for name, value in state.items():
+                torch.testing.assert_close(own_state[name], value, rtol=1e-5, atol=1e-5)

@@ -114,12 +114,13 @@ def read_pipelines(config: DictConfig) -> PipelineRequest | None:
         raise ValueError("pipeline= searches ranks in a row and data ranks of all sizes: leave out mesh")
     if given is True:
         return PipelineRequest()
-    known = [field.name for field in fields(PipelineRequest)]
+    known = [field.name for field in fields(PipelineRequest) if field.name != "own_batches"]
     if not isinstance(given, Mapping) or not given or set(given) - set(known):
         raise ValueError(f"pipeline is true, false, or some of {', '.join(known)}; got {given!r}")
     if given.get("schedule") is not None:
         check_choice(given["schedule"], name="pipeline.schedule", allowed=SCHEDULES)
-    numbers = {key: check_whole(value, name=f"pipeline.{key}") for key, value in given.items() if key != "schedule"}
+    sizes = {key: value for key, value in given.items() if key != "schedule"}
+    numbers: dict[str, Any] = {key: check_whole(value, name=f"pipeline.{key}") for key, value in sizes.items()}
     return PipelineRequest(**numbers, schedule=given.get("schedule"))
 
 

@@ -16,7 +16,7 @@ from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction, StagePlan
 from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes, search_pipelines, why_no_pipeline
 from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.stage_tables import PipelineShape, transfer_seconds
+from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, transfer_seconds
 from lightning_topt.schedules.make_schedule import make_schedule
 from lightning_topt.schedules.schedule_timing import many_rank_seconds
 
@@ -118,8 +118,8 @@ def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None
     )
     inputs = np.maximum(seconds.backward - seconds.weights, 0.0)
     there, back = ({(s - 1, s): row[s] for s in range(1, shape.num_stages)} for row in seconds.transfers)
-    passes = seconds.forward, seconds.backward, inputs, seconds.weights
-    done = many_rank_seconds(schedule, passes, (there, back))
+    each = [part + PASS_SECONDS for part in (seconds.forward, seconds.backward, inputs, seconds.weights)]
+    done = many_rank_seconds(schedule, (each[0], each[1], each[2], each[3]), (there, back))
     once = np.zeros_like(done)
     np.add.at(once, list(shape.ranks), seconds.once)
     return np.asarray((done + once).max(axis=0))

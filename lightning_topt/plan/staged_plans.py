@@ -20,7 +20,7 @@ from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, transf
 from lightning_topt.schedules.make_schedule import make_schedule
 from lightning_topt.schedules.schedule_timing import many_rank_seconds
 
-_MOST_PASSES = 2**14  # of all stages, of schedules that are simulated; longer ones are as their formulas say
+MOST_PASSES = 2**14  # of all stages, of schedules that are simulated; longer ones are as their formulas say
 
 
 def search_stages_for(
@@ -116,7 +116,7 @@ def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None
 
     A rank is done when its passes are over and its gradients are exchanged and its parameters updated.
     """
-    if shape.num_microbatches * shape.num_stages > _MOST_PASSES:
+    if shape.num_microbatches * shape.num_stages > MOST_PASSES:
         return None
     schedule = make_schedule(
         shape.schedule,

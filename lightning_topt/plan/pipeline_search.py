@@ -149,17 +149,14 @@ def _schedules(ranks: int, micro: int, most: int, wanted: PipelineRequest) -> It
                 yield name, chunks
 
 
-def why_no_pipeline(blocks: StageBlocks, count: int, wanted: PipelineRequest) -> str:
+def why_no_pipeline(blocks: StageBlocks, count: int, wanted: PipelineRequest, *, global_batch_size: int) -> str:
     """Return why no pipeline of `count` ranks is as wanted."""
-    many = f"{wanted.stages} stages" if wanted.stages is not None else "stages"
+    named = f"{wanted.stages} stages" if wanted.stages is not None else "stages"
+    row = "" if wanted.ranks is None else f", {wanted.ranks} in a row,"
     return (
-        f"no pipeline of {count} ranks{_row(wanted)} has {many}"
+        f"no pipeline of {count} ranks{row} has {named}"
         + (f", schedule {wanted.schedule!r}" if wanted.schedule else "")
         + (f" and {wanted.microbatches} microbatches" if wanted.microbatches else "")
-        + f": the model has {len(blocks.names)} blocks that can be stages, ranks are a multiple of those in a row, and a "
-        "batch has a sample for each microbatch"
+        + f": the model has {len(blocks.names)} blocks that can be stages, the ranks in a row divide {count}, and the "
+        f"{global_batch_size} sample(s) of a step are shared equally by the rows, a microbatch of which has at least one"
     )
-
-
-def _row(wanted: PipelineRequest) -> str:
-    return "" if wanted.ranks is None else f", {wanted.ranks} in a row,"

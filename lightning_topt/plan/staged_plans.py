@@ -41,7 +41,7 @@ def search_stages_for(
     costs = np.array([(p.step_seconds, p.peak_bytes) for p in known if p.devices == count]).reshape(-1, 2)
     shapes = [*pipeline_shapes(blocks, count, global_batch_size, wanted)]
     if not shapes and wanted.is_given:
-        raise PlanError(why_no_pipeline(blocks, count, wanted))
+        raise PlanError(why_no_pipeline(blocks, count, wanted, global_batch_size=global_batch_size))
     best = KnownPlans.best([costs])
     found = search_pipelines(blocks, shapes, best, epsilon=epsilon, max_seconds=max_seconds)
     points, plain = (

@@ -24,12 +24,13 @@ class NeedsValues(Exception):
 @dataclass(frozen=True)
 class ExampleStep:
     """The graph of a rank's step, the samples of its batch, and the same step as one that can be split, where that was asked
-    for and the step does not depend on values.
+    for and the step does not depend on values; `reads_values` says whether it does.
     """
 
     graph: OpGraph
     samples: int
     split: SplitModel | None = None
+    reads_values: bool = False
 
 
 def example_batches(
@@ -63,7 +64,7 @@ def capture_batches(
         "forward_context": trainer.precision_plugin.forward_context,
         "device": trainer.strategy.root_device.type,
     }
-    trace = FunctionTrace() if splits else None
+    trace, real = FunctionTrace() if splits else None, False
     traced = {**given, "adapt": None if trace is None else trace.of}
     try:
         graph, sizes = capture(model, batch, second_batch=second_batch, **traced), batch_sizes(batch, second_batch)
@@ -78,4 +79,4 @@ def capture_batches(
         graph = capture(model, batch, batch_scaling=False, real=real, **given if real else traced)
         second_batch, sizes = None, (graph.batch_size, graph.batch_size)
     split = None if trace is None else SplitModel(model, batch, graph, trace, second_batch, **given)
-    return ExampleStep(graph, sizes[0], split)
+    return ExampleStep(graph, sizes[0], split, reads_values=real)

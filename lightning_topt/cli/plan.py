@@ -19,7 +19,8 @@ from rich.console import Console
 
 from lightning_topt.cli.example_step import NeedsValues, capture_example
 from lightning_topt.cli.local_ranks import run_on_ranks
-from lightning_topt.cli.searched_meshes import SearchedMeshes, read_pipelines
+from lightning_topt.cli.searched_meshes import SearchedMeshes
+from lightning_topt.cli.searched_pipelines import drawn_step
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import read_optimizer
@@ -29,6 +30,7 @@ from lightning_topt.plan.explanation_report import print_explanation, whole_sent
 from lightning_topt.plan.plan_explanation import explain_plan
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.report import print_table, save_html, save_png
+from lightning_topt.plan.schedule_report import print_schedule, save_schedule_png
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.planning import Planning, make_fake_optimizers
 from lightning_topt.plugins.planning_ranks import on_rank_0
@@ -70,6 +72,7 @@ def run(config: DictConfig) -> None:
         example = capture_example(model, datamodule, trainer)
     capture_seconds = time.perf_counter() - start
     unsplit = meshes.why_not_split(example, strategy.request, trainer)
+    unstaged = meshes.pipelines.why_not(example, strategy.request, trainer)
     asked = functools.partial(
         SearchRequest,
         example.graph,
@@ -80,7 +83,7 @@ def run(config: DictConfig) -> None:
         capture_seconds=capture_seconds,
         split=example.split if meshes.tensor and unsplit is None else None,
         mesh=meshes.mesh,
-        pipelines=read_pipelines(config),
+        pipelines=meshes.pipelines.wanted if unstaged is None else None,
     )
     search = _with_costs(asked, strategy, trainer, model)
     if search is None:  # another rank of torchrun goes on
@@ -89,6 +92,8 @@ def run(config: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
     frontier.save(folder / "frontier.json")  # worth having even when no plan fits
     notes = meshes.notes(search, frontier, unsplit)
+    if unstaged is not None:
+        notes.append(f"Plans with stages were not searched: {unstaged}.")
     request = dataclasses.replace(strategy.request, objective=objective)
     planning = Planning(frontier, choose_for(request, frontier, search.cluster), example.graph)
     _report(planning, search, memory_limit=request.memory_limit, folder=folder, notes=notes)
@@ -136,17 +141,23 @@ def _report(
     given: dict[str, Any] = {"memory_limit": memory_limit, "title": title}
     save_png(folder / "frontier.png", points, planning.chosen, **given)
     page = folder / "frontier.html"
-    save_html(page, points, planning.chosen, **given, exact=frontier.exact, notes=lines)
+    step = drawn_step(search, plan)
+    save_html(page, points, planning.chosen, **given, exact=frontier.exact, notes=lines, step=step)
+    if step is not None:
+        save_schedule_png(folder / "schedule.png", step)
     plan.save(folder / "plan.yaml")
     console = Console()
     print_table(points, planning.chosen, console=console)
     console.print(f"{plan.summary()}\n{plan.reason}", highlight=False)
-    if explained is not None:
+    if plan.mesh.size > plan.mesh.data_parallel_size:
         console.print(
-            f"Ranks of its tensor axis get the same samples: with batches of {plan.batch_size} in the loader a step has "
-            f"{search.global_batch_size}.",
+            f"Ranks of its {'pipelines' if plan.schedule else 'tensor axis'} get the same samples: with batches of "
+            f"{plan.batch_size} in the loader a step has {search.global_batch_size}.",
             highlight=False,
         )
+    if step is not None:
+        print_schedule(step, console=console)
+    if explained is not None:
         print_explanation(explained, console=console)
     for note in notes:
         console.print(note, highlight=False, markup=False)

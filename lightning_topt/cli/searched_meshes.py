@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_topt.basics.argument_checks import check_choice, check_whole
 from lightning_topt.cli.example_step import ExampleStep
+from lightning_topt.cli.searched_pipelines import SearchedPipelines
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.choose import PlanFrontier
 from lightning_topt.plan.parallel_plan import PlanError
-from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest, why_unsplit
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.read_options import MeshPlan, read_device_counts, read_mesh
+from lightning_topt.plugins.read_options import MeshPlan, PipelinePlan, read_device_counts, read_mesh
 from lightning_topt.plugins.searched_plan import needs_whole_parameters
-from lightning_topt.schedules.make_schedule import SCHEDULES
 
 _WAY_OUT = "leave out tensor=true"
 
@@ -35,6 +32,8 @@ class SearchedMeshes:
     mesh: Mesh | None = None
     tensor: bool = False
     insists: bool = False
+    pipelines: SearchedPipelines = field(default_factory=SearchedPipelines)
+    data_ranks: int | None = None  # of a given mesh
 
     @classmethod
     def read(cls, config: DictConfig, request: PlanRequest, trainer: pl.Trainer) -> SearchedMeshes:
@@ -47,6 +46,7 @@ class SearchedMeshes:
         per_node = trainer.num_devices if cluster is None else cluster.devices_per_node
         if given is not None:
             return cls._on(given, config, request, per_node=per_node)
+        pipelines = SearchedPipelines.read(config, on=None, has_mesh=False)
         counts = read_device_counts(config.device_counts, default=trainer.world_size)
         some = any(math.gcd(per_node, count) > 1 for count in counts)
         if config.tensor and not some:
@@ -54,10 +54,13 @@ class SearchedMeshes:
                 f"tensor=true, but a tensor axis lies inside a node, and no size above 1 divides both the {per_node} device(s) "
                 f"of a node and {' or '.join(map(str, counts))} rank(s); give a mesh, or {_WAY_OUT}"
             )
-        return cls(counts, tensor=some and config.tensor is not False, insists=bool(config.tensor))
+        tensor = some and config.tensor is not False
+        return cls(counts, tensor=tensor, insists=bool(config.tensor), pipelines=pipelines)
 
     @classmethod
-    def _on(cls, given: MeshPlan, config: DictConfig, request: PlanRequest, *, per_node: int) -> SearchedMeshes:
+    def _on(
+        cls, given: MeshPlan | PipelinePlan, config: DictConfig, request: PlanRequest, *, per_node: int
+    ) -> SearchedMeshes:
         ranks = math.prod(size for _, size in given.sizes or ())
         counts = read_device_counts(config.device_counts, default=ranks)
         mesh, *_ = [given.mesh(count, num_nodes=max(count // per_node, 1)) for count in counts]
@@ -69,13 +72,15 @@ class SearchedMeshes:
             raise ValueError(
                 "on a given mesh gradients are exchanged as they are: leave out allow_compression, or mesh"
             )
-        return cls(counts, mesh, tensor=has_tensor, insists=has_tensor)
+        pipelines = SearchedPipelines.read(config, on=given if isinstance(given, PipelinePlan) else None, has_mesh=True)
+        searched = None if mesh.pipeline_axes else mesh  # its scopes are those of the pipeline's shape
+        return cls(counts, searched, has_tensor, has_tensor, pipelines, mesh.data_parallel_size)
 
     def global_batch_size(self, samples: int, *, world_size: int) -> int:
         """Return the samples of a step on all ranks: `samples` on each rank of the trainer, or on each data rank of a given
         mesh.
         """
-        return samples * (world_size if self.mesh is None else self.mesh.data_parallel_size)
+        return samples * (world_size if self.data_ranks is None else self.data_ranks)
 
     def why_not_split(self, example: ExampleStep, request: PlanRequest, trainer: pl.Trainer) -> str | None:
         """Return why no tensor axis can be searched for this step, though it should, or None. Raises PlanError where the user
@@ -103,33 +108,17 @@ class SearchedMeshes:
         return [f"Left out over {over} ranks of a tensor axis: {why}." for why, over in sizes.items()]
 
 
-def read_pipelines(config: DictConfig) -> PipelineRequest | None:
-    """Read the option ``pipeline``; None where no plan with stages is to be searched. Raises ValueError where it says something
-    else, or a mesh is given too.
-    """
-    given = _plain(config.pipeline)
-    if given in (None, False):
-        return None
-    if config.mesh is not None:
-        raise ValueError("pipeline= searches ranks in a row and data ranks of all sizes: leave out mesh")
-    if given is True:
-        return PipelineRequest()
-    known = [field.name for field in fields(PipelineRequest) if field.name != "own_batches"]
-    if not isinstance(given, Mapping) or not given or set(given) - set(known):
-        raise ValueError(f"pipeline is true, false, or some of {', '.join(known)}; got {given!r}")
-    if given.get("schedule") is not None:
-        check_choice(given["schedule"], name="pipeline.schedule", allowed=SCHEDULES)
-    sizes = {key: value for key, value in given.items() if key != "schedule"}
-    numbers: dict[str, Any] = {key: check_whole(value, name=f"pipeline.{key}") for key, value in sizes.items()}
-    return PipelineRequest(**numbers, schedule=given.get("schedule"))
-
-
-def _given_mesh(config: DictConfig, request: PlanRequest) -> MeshPlan | None:
+def _given_mesh(config: DictConfig, request: PlanRequest) -> MeshPlan | PipelinePlan | None:
     plan, sizes = request.plan, _plain(config.mesh)
     if plan is None:
         return None if sizes is None else read_mesh(sizes)
-    if isinstance(plan, MeshPlan) and plan.sizes is not None and sizes is None:
+    if isinstance(plan, MeshPlan | PipelinePlan) and plan.sizes is not None and sizes is None:
         return plan
+    if isinstance(plan, PipelinePlan):
+        raise ValueError(
+            "topt plan searches pipelines with strategy=topt: what is to be kept is given as pipeline={stages:4,schedule:1f1b} "
+            "or mesh={pipeline:4,data:2}"
+        )
     raise ValueError(
         "topt plan searches a plan: leave out strategy.plan, or give nothing but a mesh, such as mesh={data:2,tensor:4}; "
         "topt verify looks at a plan that is there"

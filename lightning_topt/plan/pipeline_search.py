@@ -29,7 +29,8 @@ _MOST_PER_RANK = 16  # microbatches, in times the ranks of a pipeline
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """The pipelines to look at: of so many `stages` in all, with this `schedule`, with so many `microbatches`; None: any.
+    """The pipelines to look at: of so many `stages` in all, with this `schedule`, with so many `microbatches`, of so many
+    `ranks` in a row; None: any.
 
     `own_batches`: each rank of a pipeline brings a batch, which is one microbatch, as large as the captured one.
     """
@@ -37,6 +38,7 @@ class PipelineRequest:
     stages: int | None = None
     schedule: str | None = None
     microbatches: int | None = None
+    ranks: int | None = None
     own_batches: bool = False
 
     @property
@@ -70,7 +72,7 @@ def pipeline_shapes(
     graph, most = blocks.step.graph, len(blocks.names)
     for ranks in range(2, min(count, most) + 1):
         data = count // ranks
-        if count % ranks or global_batch_size % data:
+        if count % ranks or global_batch_size % data or wanted.ranks not in (None, ranks):
             continue
         for micro in _microbatches(global_batch_size // data, ranks, wanted):
             samples = global_batch_size / data / micro
@@ -147,13 +149,14 @@ def _schedules(ranks: int, micro: int, most: int, wanted: PipelineRequest) -> It
                 yield name, chunks
 
 
-def why_no_pipeline(blocks: StageBlocks, count: int, wanted: PipelineRequest) -> str:
+def why_no_pipeline(blocks: StageBlocks, count: int, wanted: PipelineRequest, *, global_batch_size: int) -> str:
     """Return why no pipeline of `count` ranks is as wanted."""
-    many = f"{wanted.stages} stages" if wanted.stages is not None else "stages"
+    named = f"{wanted.stages} stages" if wanted.stages is not None else "stages"
+    row = "" if wanted.ranks is None else f", {wanted.ranks} in a row,"
     return (
-        f"no pipeline of {count} ranks has {many}"
+        f"no pipeline of {count} ranks{row} has {named}"
         + (f", schedule {wanted.schedule!r}" if wanted.schedule else "")
         + (f" and {wanted.microbatches} microbatches" if wanted.microbatches else "")
-        + f": the model has {len(blocks.names)} blocks that can be stages, ranks are a multiple of those in a row, and a "
-        "batch has a sample for each microbatch"
+        + f": the model has {len(blocks.names)} blocks that can be stages, the ranks in a row divide {count}, and the "
+        f"{global_batch_size} sample(s) of a step are shared equally by the rows, a microbatch of which has at least one"
     )

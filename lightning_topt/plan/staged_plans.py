@@ -20,7 +20,7 @@ from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, transf
 from lightning_topt.schedules.make_schedule import make_schedule
 from lightning_topt.schedules.schedule_timing import many_rank_seconds
 
-_MOST_PASSES = 2**14  # of all stages, of schedules that are simulated; longer ones are as their formulas say
+MOST_PASSES = 2**14  # of all stages, of schedules that are simulated; longer ones are as their formulas say
 
 
 def search_stages_for(
@@ -41,7 +41,7 @@ def search_stages_for(
     costs = np.array([(p.step_seconds, p.peak_bytes) for p in known if p.devices == count]).reshape(-1, 2)
     shapes = [*pipeline_shapes(blocks, count, global_batch_size, wanted)]
     if not shapes and wanted.is_given:
-        raise PlanError(why_no_pipeline(blocks, count, wanted))
+        raise PlanError(why_no_pipeline(blocks, count, wanted, global_batch_size=global_batch_size))
     best = KnownPlans.best([costs])
     found = search_pipelines(blocks, shapes, best, epsilon=epsilon, max_seconds=max_seconds)
     points, plain = (
@@ -116,7 +116,7 @@ def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None
 
     A rank is done when its passes are over and its gradients are exchanged and its parameters updated.
     """
-    if shape.num_microbatches * shape.num_stages > _MOST_PASSES:
+    if shape.num_microbatches * shape.num_stages > MOST_PASSES:
         return None
     schedule = make_schedule(
         shape.schedule,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -13,9 +13,8 @@ from lightning_topt.graph.blocks import choose_blocks
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import Kernel, OpGraph
-from lightning_topt.plan.choose import choose
+from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StagePlan
-from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.plan_search import SearchRequest, search_plans
 from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plugins.batch_parts import count_samples, split_batch
@@ -30,8 +29,17 @@ def microbatch_of(batch: Any, given: PipelinePlan, mesh: Mesh) -> tuple[Any, int
     return split_batch(batch, count).batches[0], count
 
 
-def choose_pipeline(given: PipelinePlan, mesh: Mesh, search: SearchRequest, *, count: int) -> ParallelPlan:
-    """Return the fastest plan that fits the memory of a device, for `count` microbatches like the captured one.
+def choose_pipeline(
+    given: PipelinePlan,
+    mesh: Mesh,
+    search: SearchRequest,
+    *,
+    count: int,
+    samples: int,
+    choose: Callable[[PlanFrontier], PlanPoint],
+) -> ParallelPlan:
+    """Return the plan that `choose` takes, for `count` microbatches like the captured one; where the graph is known for other
+    sizes too, for any number that divides a batch of `samples`.
 
     `search` has the graph of one microbatch. Raises PlanError where there are fewer blocks than stages, NoPlanFitsError.
     """
@@ -44,19 +52,20 @@ def choose_pipeline(given: PipelinePlan, mesh: Mesh, search: SearchRequest, *, c
             f"{num_stages} stages are wanted: choose fewer stages, or let the model consist of more submodules that are called "
             "one after the other"
         )
+    is_free = graph.batch_scaling and given.microbatches is None
     frontier = search_plans(
         replace(
             search,
             graph=graph,
-            global_batch_size=graph.batch_size * count * mesh.data_parallel_size,
-            pipelines=PipelineRequest(num_stages, given.schedule, count),
+            global_batch_size=(samples if is_free else graph.batch_size * count) * mesh.data_parallel_size,
+            pipelines=given.wanted(mesh, microbatches=None if is_free else count),
             exchanges=(),
         )
     )
     points = [point for point in frontier.candidates if point.plan.mesh.pipeline_size == mesh.pipeline_size]
     if not points:  # with these stages on other numbers of ranks there are better ones
         return _cut_evenly(given, mesh, graph, seconds, count)
-    plan = choose(points, memory_limit=search.cluster.device.memory_bytes).plan
+    plan = choose(replace(frontier, points=tuple(points), uniform=())).plan
     return _recomputed(plan, graph) if given.recompute else plan
 
 

@@ -12,10 +12,11 @@ from lightning_topt.basics.argument_checks import check_choice, check_real, chec
 from lightning_topt.basics.units import parse_bytes
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import shown
-from lightning_topt.graph.mesh_axes import DATA_AXES, TENSOR_AXES, Axis, Mesh, data_mesh, hybrid_mesh
+from lightning_topt.graph.mesh_axes import DATA_AXES, PIPELINE_AXES, TENSOR_AXES, Axis, Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import check_objective
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
+from lightning_topt.plan.pipeline_search import PipelineRequest
 from lightning_topt.plan.presets import PRESETS, Preset
 from lightning_topt.schedules.make_schedule import SCHEDULES
 from lightning_topt.techniques.tensor_parallel.split_layouts import LAYOUTS, layout_axes, layout_named_by
@@ -98,30 +99,39 @@ class PipelinePlan:
     """The plan of `stages` stages (None: as many as the ranks run) under a schedule, in so many `microbatches` (None: chosen).
 
     Each rank runs `stages_per_rank` of them (None: the fewest that the schedule takes). Ranks that are left form a data axis.
+    With `sizes`, the axes of the mesh as in `MeshPlan`, whatever is None is searched, the schedule as well.
     Raises ValueError for wrong numbers and names.
     """
 
     stages: int | None = None
-    schedule: str = "1f1b"
+    schedule: str | None = "1f1b"
     microbatches: int | None = None
     stages_per_rank: int | None = None
     recompute: bool = False
+    sizes: tuple[tuple[str, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        check_choice(self.schedule, name="schedule", allowed=tuple(SCHEDULES))
         for name in ("stages", "microbatches", "stages_per_rank"):
             if getattr(self, name) is not None:
                 check_whole(getattr(self, name), name=name)
-        rule, per_rank = SCHEDULES[self.schedule], self.per_rank
-        ranks = max(1, (self.stages or per_rank) // per_rank)
-        problem = rule.problem(num_ranks=ranks, num_microbatches=self.microbatches or 1, stages_per_rank=per_rank)
-        if problem is not None:
-            raise ValueError(problem)
-        if self.stages is not None and self.stages % per_rank:
+        ranks, per_rank = dict(self.sizes or ()).get("pipeline"), self.per_rank
+        if self.stages is not None and ranks is not None and self.stages % ranks:
+            raise ValueError(
+                f"{ranks} ranks in a row run equally many stages each, so stages is a multiple of {ranks}; got {self.stages}"
+            )
+        if self.stages is not None and ranks is None and self.stages % per_rank:
             raise ValueError(
                 f"schedule {self.schedule!r} runs {per_rank} stages on each rank, so stages is a multiple of that; got "
                 f"{self.stages}"
             )
+        if self.schedule is None:
+            assert self.sizes is not None, "a schedule is searched on a given mesh"
+            return
+        check_choice(self.schedule, name="schedule", allowed=tuple(SCHEDULES))
+        sizes = {"num_ranks": ranks or max(1, (self.stages or per_rank) // per_rank), "stages_per_rank": per_rank}
+        problem = SCHEDULES[self.schedule].problem(num_microbatches=self.microbatches or 1, **sizes)
+        if problem is not None:
+            raise ValueError(problem)
 
     @property
     def shards_gradients(self) -> bool:
@@ -130,11 +140,24 @@ class PipelinePlan:
 
     @property
     def per_rank(self) -> int:
-        """Number of stages on each rank."""
-        return SCHEDULES[self.schedule].least_stages if self.stages_per_rank is None else self.stages_per_rank
+        """Number of stages on each rank; the fewest where that is searched."""
+        if self.sizes is not None and self.stages is not None:
+            return self.stages // dict(self.sizes)["pipeline"]
+        rule = SCHEDULES.get(self.schedule or "")
+        return self.stages_per_rank or (1 if rule is None else rule.least_stages)
+
+    def wanted(self, mesh: Mesh, *, microbatches: int | None) -> PipelineRequest:
+        """Return what to search for on its mesh."""
+        stages = self.stages if self.sizes is not None else mesh.pipeline_size * self.per_rank
+        return PipelineRequest(stages, self.schedule, microbatches, ranks=mesh.pipeline_size)
 
     def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
         """Return the mesh: stages along the first axis, parts of the batch along the second. Raises PlanError."""
+        if self.sizes is not None:
+            sizes = dict(self.sizes)
+            return MeshPlan((("pipeline", sizes["pipeline"]), ("data", sizes.get("data", 1)))).mesh(
+                world_size, num_nodes=num_nodes
+            )
         ranks = world_size if self.stages is None else self.stages // self.per_rank
         if world_size % ranks:
             raise PlanError(
@@ -147,11 +170,11 @@ class PipelinePlan:
 GivenPlan = ParallelPlan | UniformPlan | MeshPlan | PipelinePlan
 
 
-def read_mesh(sizes: Any) -> MeshPlan:
+def read_mesh(sizes: Any) -> MeshPlan | PipelinePlan:
     """Return the best plan on the mesh with these sizes by names of axes, outermost first. Raises PlanError."""
     if not isinstance(sizes, Mapping) or not sizes:
         raise PlanError(f"mesh maps the names of axes to sizes, such as {{'data': 2, 'tensor': 4}}; got {shown(sizes)}")
-    known = (*DATA_AXES, *TENSOR_AXES)
+    known = (*DATA_AXES, *TENSOR_AXES, *PIPELINE_AXES)
     if unknown := [name for name in sizes if name not in known]:
         raise PlanError(f"the mesh has an axis {shown(unknown[0])}; axes that can be searched are {', '.join(known)}")
     if tensor := [name for name in sizes if name in TENSOR_AXES]:
@@ -161,15 +184,44 @@ def read_mesh(sizes: Any) -> MeshPlan:
             raise PlanError(str(error)) from error
     for name, size in sizes.items():
         check_whole(size, name=f"the size of axis {name!r}")
-    return MeshPlan(tuple(sizes.items()))
+    found = tuple(sizes.items())
+    if "pipeline" not in sizes:
+        return MeshPlan(found)
+    if [*sizes] not in (["pipeline"], ["pipeline", "data"]):
+        raise PlanError(
+            f"beside an axis 'pipeline', which is the first, the search takes an axis 'data' alone; got {', '.join(sizes)}. "
+            "Plans with others may be written by hand (docs/schemas.md)"
+        )
+    return PipelinePlan(schedule=None, sizes=found)
+
+
+_BESIDE_MESH = {"stages": "stages", "schedule": "schedule", "num_microbatches": "microbatches"}  # of a pipeline
+
+
+def _read_searched(plan: Mapping[str, Any]) -> MeshPlan | PipelinePlan:
+    """A mesh to search on, and with a pipeline axis what is given of its plan."""
+    found, given = read_mesh(plan["mesh"]), {key: value for key, value in plan.items() if key != "mesh"}
+    if not given:
+        return found
+    if not isinstance(found, PipelinePlan) or set(given) - set(_BESIDE_MESH):
+        raise PlanError(
+            f"beside a mesh to search on, one with an axis 'pipeline' takes {', '.join(_BESIDE_MESH)}; got "
+            f"{', '.join(map(str, given))}"
+        )
+    if isinstance(given.get("stages"), Sequence):
+        raise PlanError("stages that say their blocks belong to a whole plan, whose mesh is a list (docs/schemas.md)")
+    try:
+        return replace(found, **{_BESIDE_MESH[key]: value for key, value in given.items()})
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 def read_plan_option(plan: ParallelPlan | PipelinePlan | Mapping[str, Any] | str | Path | None) -> GivenPlan | None:
     """Return a plan from any of the forms that users may give it in. Raises PlanError."""
     if plan is None or isinstance(plan, ParallelPlan | PipelinePlan):
         return plan
-    if isinstance(plan, Mapping) and set(plan) == {"mesh"} and isinstance(plan["mesh"], Mapping):
-        return read_mesh(plan["mesh"])
+    if isinstance(plan, Mapping) and isinstance(plan.get("mesh"), Mapping):
+        return _read_searched(plan)
     if isinstance(plan, Mapping):
         return ParallelPlan.from_dict(plan)
     if not isinstance(plan, str | Path):

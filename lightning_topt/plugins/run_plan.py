@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan, uniform_plan
 from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run
+from lightning_topt.plugins.batch_parts import count_samples
 from lightning_topt.plugins.own_batches import why_no_members, why_no_pipeline, why_no_turns
 from lightning_topt.plugins.pipeline_plan import choose_pipeline, microbatch_of
 from lightning_topt.plugins.plan_request import PlanRequest
@@ -24,6 +26,7 @@ from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
 from lightning_topt.plugins.read_options import MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.searched_plan import (
     capture_on_ranks,
+    choose_for,
     needs_whole_parameters,
     read_costs,
     say,
@@ -85,9 +88,15 @@ def _pipeline(request: PlanRequest, trainer: pl.Trainer, batch: Any, given: Pipe
     ranks = dist.get_world_size()
     mesh = on_every_rank(lambda: given.mesh(ranks, num_nodes=trainer.num_nodes))
     part, count = on_every_rank(lambda: microbatch_of(batch, given, mesh))
-    graph = capture_on_ranks(trainer, part)
+    samples = count_samples(batch)
+    graph = capture_on_ranks(
+        trainer, part, scales=given.sizes is not None and given.microbatches is None and samples > 1
+    )
     search = search_request(request, trainer, graph, read_costs(request, trainer, graph))
-    plan = ParallelPlan.from_dict(on_rank_0(lambda: choose_pipeline(given, mesh, search, count=count).to_dict()))
+    choose = partial(choose_for, request, cluster=search.cluster)
+    sizes = {"count": count, "samples": samples}
+    found = on_rank_0(lambda: choose_pipeline(given, mesh, search, **sizes, choose=choose).to_dict())
+    plan = ParallelPlan.from_dict(found)
     on_every_rank(lambda: _check_features(plan, request, trainer, graph))
     say(plan)
     return plan

@@ -48,20 +48,20 @@ class Trace(Protocol):
         """Return the context in which it runs."""
 
 
-def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None) -> OpGraph:
+def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False) -> OpGraph:
     """Return the graph of rank 0's step: on fake tensors, or on real ones by all ranks where it depends on values.
 
-    A collective call. On rank 0 `trace` gets the calls of torch functions; the step must not depend on values then. Raises
-    what the last attempt raised.
+    A collective call. On rank 0 `trace` gets the calls of torch functions; the step must not depend on values then. With
+    `scales` the graph says how the step grows with the batch, where that can be found. Raises what the last attempt raised.
     """
 
-    def on(*, real: bool) -> OpGraph:
+    def on(*, real: bool, scales: bool = False) -> OpGraph:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")  # all of it comes again in the step itself
             return capture(
                 trainer.lightning_module,
                 batch,
-                batch_scaling=False,
+                batch_scaling=scales,
                 real=real,
                 forward_context=trainer.precision_plugin.forward_context,
                 device=trainer.strategy.root_device.type,
@@ -69,6 +69,9 @@ def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = N
             )
 
     def on_fake_tensors() -> OpGraph | str:
+        if scales:
+            with contextlib.suppress(Exception):
+                return on(real=False, scales=True)
         try:
             return on(real=False)
         except Exception as error:

@@ -1,31 +1,43 @@
-"""The option ``pipeline`` of `topt plan`."""
+"""Plans with stages from `topt plan`: the option ``pipeline``, meshes with a pipeline axis, and the drawn step."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_topt.cli.searched_meshes import read_pipelines
+from lightning_topt.cli.searched_pipelines import SearchedPipelines
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest
+from lightning_topt.plugins.read_options import PipelinePlan, read_mesh, read_plan_option
+from tests.cli.test_main import TINY, finished, topt
+
+CLUSTER = ["cluster=local_cpu", "data.batch_size=4"]
 
 
-def read(pipeline: Any, mesh: Any = None) -> PipelineRequest | None:
-    return read_pipelines(OmegaConf.create({"pipeline": pipeline, "mesh": mesh}))
+def read(pipeline: Any, mesh: Any = None) -> SearchedPipelines:
+    given = None if mesh is None else read_mesh(mesh)
+    on = given if isinstance(given, PipelinePlan) else None
+    return SearchedPipelines.read(OmegaConf.create({"pipeline": pipeline}), on=on, has_mesh=mesh is not None)
 
 
-def test_pipelines_are_searched_where_asked_for_and_keep_what_is_given() -> None:
-    assert read(False) is None and read(None) is None and read(False, mesh={"data": 2}) is None
-    assert read(True) == PipelineRequest() and not PipelineRequest().is_given
+def test_pipelines_are_searched_unless_excluded_and_keep_what_is_given() -> None:
+    assert read(None) == SearchedPipelines(PipelineRequest()) and not PipelineRequest().is_given
+    assert read(True) == SearchedPipelines(PipelineRequest(), insists=True)
+    assert read(False).wanted is None and read(None, {"data": 2}).wanted is None
     given = read({"stages": 4, "schedule": "zbv", "microbatches": 8})
-    assert given == PipelineRequest(stages=4, schedule="zbv", microbatches=8) and given.is_given
+    assert given == SearchedPipelines(PipelineRequest(4, "zbv", 8), insists=True)
+    assert read(None, {"pipeline": 4, "data": 2}) == SearchedPipelines(PipelineRequest(ranks=4), insists=True)
+    assert read({"schedule": "gpipe"}, {"pipeline": 4}).wanted == PipelineRequest(None, "gpipe", ranks=4)
 
 
 @pytest.mark.parametrize(
     ("pipeline", "mesh", "says"),
     [
-        (True, {"data": 2}, "leave out mesh"),
+        (True, {"data": 2}, "the mesh has no pipeline axis"),
+        (False, {"pipeline": 2}, "leave out one of them"),
         ("yes", None, "pipeline is true, false, or some of stages, schedule, microbatches"),
         ({"stage": 4}, None, "some of stages, schedule, microbatches"),
         ({}, None, "some of stages"),
@@ -37,3 +49,49 @@ def test_pipelines_are_searched_where_asked_for_and_keep_what_is_given() -> None
 def test_what_it_cannot_mean_is_refused(pipeline: Any, mesh: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         read(pipeline, mesh)
+
+
+def test_a_mesh_with_a_pipeline_axis_may_keep_parts_of_the_plan() -> None:
+    sizes = (("pipeline", 2), ("data", 2))
+    assert read_plan_option({"mesh": dict(sizes)}) == PipelinePlan(schedule=None, sizes=sizes)
+    given = {"mesh": dict(sizes), "stages": 4, "schedule": "interleaved", "num_microbatches": 8}
+    assert read_plan_option(given) == PipelinePlan(4, "interleaved", 8, sizes=sizes)
+    wanted = PipelinePlan(schedule=None, sizes=sizes).wanted(
+        PipelinePlan(schedule=None, sizes=sizes).mesh(4, num_nodes=1), microbatches=None
+    )
+    assert wanted == PipelineRequest(ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"mesh": {"data": 2, "pipeline": 2}}, "'pipeline', which is the first"),
+        ({"mesh": {"pipeline": 2, "tensor": 2}}, "takes an axis 'data' alone; got pipeline, tensor"),
+        (
+            {"mesh": {"data": 4}, "schedule": "1f1b"},
+            "one with an axis 'pipeline' takes stages, schedule, num_microbatches",
+        ),
+        ({"mesh": {"pipeline": 2}, "microbatches": 4}, "takes stages, schedule, num_microbatches; got microbatches"),
+        ({"mesh": {"pipeline": 2}, "schedule": "1f2b"}, "schedule is one of"),
+        ({"mesh": {"pipeline": 2}, "stages": 3}, "so stages is a multiple of 2; got 3"),
+        ({"mesh": {"pipeline": 2}, "stages": 4, "schedule": "1f1b"}, "runs 1 stage on each rank, got 2"),
+        ({"mesh": {"pipeline": 2}, "num_microbatches": 0}, "microbatches"),
+        ({"mesh": {"pipeline": 2}, "stages": [{"blocks": []}]}, "belong to a whole plan"),
+    ],
+)
+def test_wrong_parts_are_named(plan: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        read_plan_option(plan)
+
+
+def test_a_plan_with_stages_is_written_and_its_step_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "plan" / "plan.yaml"
+    given = ["mesh={pipeline:2}", "pipeline={schedule:gpipe}", f"hydra.run.dir={path.parent}"]
+    output = finished(topt("plan", *TINY, *CLUSTER, *given, folder=tmp_path))
+    plan = ParallelPlan.load(path)
+    assert plan.mesh.pipeline_size == 2 and plan.schedule == "gpipe" and plan.batch_size == 4
+    assert plan.num_microbatches in (2, 4)
+    words = " ".join(output.split())
+    assert "Schedule gpipe: 2 stages on 2 ranks" in words and "with batches of 4 in the loader a step has 4" in words
+    assert (path.parent / "schedule.png").stat().st_size > 10_000
+    assert "Schedule of the chosen plan" in (path.parent / "frontier.html").read_text()

@@ -84,7 +84,15 @@ class StepFlows:
             self._modules = _alone(flow, stage_of_call, len(self._stages))
         targets = flow.crossings(stage_of_call)
         crossings = Crossings(targets, {ref: flow.spec(ref) for ref in targets}, stage_of_call)
-        passes = StagePass(self._module, flow, stage_of_call, units=self.units, device=self._device, order=self.order)
+        passes = StagePass(
+            self._module,
+            flow,
+            stage_of_call,
+            units=self.units,
+            device=self._device,
+            order=self.order,
+            whole=lambda value: self.whole(value),  # known once techniques have been applied
+        )
         return StageFlow(flow, stage_of_call, crossings, passes)
 
     def _stages_for(self, flow: StepFlow) -> list[tuple[str, ...]]:

@@ -1,0 +1,84 @@
+"""The step of one plan with stages: what each stage takes and holds, and when its passes run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_topt.costs.cost_table import Array
+from lightning_topt.frontier.stage_search import StagePoint
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.stage_blocks import StageBlocks
+from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape
+from lightning_topt.plan.staged_plans import MOST_PASSES, shape_of_plan, stage_seconds
+from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
+from lightning_topt.schedules.schedule_simulation import Simulation, simulate
+from lightning_topt.schedules.stage_costs import StageCosts
+
+
+def step_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> Simulation | None:
+    """Return the passes of a step of `plan`, which a search of `blocks` found; None for more of them than are simulated.
+
+    After its passes a rank exchanges gradients and updates parameters, which is not part of it.
+    """
+    shape = shape_of_plan(plan)
+    if shape.num_microbatches * shape.num_stages > MOST_PASSES:
+        return None
+    schedule = make_schedule(
+        shape.schedule,
+        num_ranks=shape.pipeline,
+        num_microbatches=shape.num_microbatches,
+        stages_per_rank=shape.stages_per_rank,
+    )
+    return simulate(schedule, costs_of_stages(blocks, shape, cut_of_plan(blocks, plan)))
+
+
+def cut_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> StagePoint:
+    """Return where the stages of `plan` end in the chain `blocks`, and which blocks recompute."""
+    counts = [sum(block.block in blocks.names for block in stage.blocks) for stage in plan.stages]
+    again = tuple(int(plan.configs[name].recompute) for name in blocks.names)
+    assert plan.predicted is not None, "plans that are found have predictions"
+    ends = tuple(np.cumsum(counts).tolist())
+    return StagePoint(plan.predicted.step_seconds, plan.predicted.peak_bytes, ends, (0,) * len(counts), again)
+
+
+def costs_of_stages(blocks: StageBlocks, shape: PipelineShape, cut: StagePoint) -> StageCosts:
+    """Return the seconds and bytes of each stage of a pipeline that is cut so.
+
+    What a rank has once (buffers, its batch) counts for the first of its stages. Of a split backward all activations count as
+    held until gradients of parameters are there.
+    """
+    seconds, passes = stage_seconds(blocks, shape, [cut]), blocks.passes(shape.samples)
+    once, again, graph = blocks.once(shape.rows, shape.level), np.array(cut.configs, bool), blocks.step.graph
+    first = (0, *cut.ends[:-1])
+    kept = np.where(again, passes.recomputed_kept, passes.kept)
+    hump = np.where(again, passes.recomputed_hump, passes.hump)
+    static = np.add.reduceat(once.static, first)
+    if once.shared is not None:
+        static = static + once.shared[1][list(first), list(cut.ends)]
+    batch = graph.input_bytes.at(shape.samples * shape.num_microbatches)
+    fixed = graph.buffer_bytes + batch + blocks.step.cluster.device.process_bytes
+    static[[shape.ranks.index(rank) for rank in range(shape.pipeline)]] += fixed
+    activations = np.add.reduceat(kept, first).tolist()
+    received = blocks.crossing_bytes(shape.samples)[0]
+    edges = [(stage - 1, stage) for stage in range(1, shape.num_stages)]
+    there, back = (dict(zip(edges, row[1:, 0].tolist(), strict=True)) for row in seconds.transfers)
+    # What a stage receives is an activation of it from then on.
+    held = [kept_here + float(received[n]) * (n > 0) for kept_here, n in zip(activations, first, strict=True)]
+    return StageCosts(
+        _passes(seconds.forward),
+        _passes(seconds.backward),
+        _passes(np.maximum(seconds.backward - seconds.weights, 0.0)),
+        _passes(seconds.weights),
+        transfer_seconds=there,
+        gradient_seconds=back,
+        static_bytes=static.tolist(),
+        activation_bytes=held,
+        weight_bytes=held if SCHEDULES[shape.schedule].splits_backward else None,
+        backward_bytes=np.maximum.reduceat(hump, first).tolist(),
+        transfer_bytes={edge: float(received[first[edge[1]]]) for edge in edges},
+    )
+
+
+def _passes(seconds: Array) -> list[float]:
+    found: list[float] = (seconds[:, 0] + PASS_SECONDS).tolist()
+    return found

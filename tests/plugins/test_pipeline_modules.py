@@ -1,0 +1,206 @@
+"""Pipelines under a Trainer of modules that others wrote, that are built late, that split layers; meshes to search; Ctrl-C."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_topt import AutoParallelStrategy
+from tests.models import GPT
+from tests.plugins.split_plans import split_plan
+from tests.plugins.test_pipeline_fits import cluster, in_order, pipeline
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
+
+VOCAB = 32
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Sequences of which every second one ends with padding, so that two samples weigh as much as two others."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(1, VOCAB, (8,), generator=torch.Generator().manual_seed(index))
+        mask = torch.ones(8, dtype=torch.long)
+        mask[8 - 3 * (index % 2) :] = 0
+        return {"input_ids": tokens * mask, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+class Pretrained(L.LightningModule):
+    """The usual wrapper of a model of Hugging Face that computes its own loss."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        import transformers as hf
+
+        torch.manual_seed(0)
+        if kind == "llama":
+            sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+            self.model: nn.Module = hf.LlamaForCausalLM(
+                hf.LlamaConfig(vocab_size=VOCAB, intermediate_size=32, max_position_embeddings=16, **sizes)
+            )
+        else:
+            sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+            config = hf.T5Config(vocab_size=VOCAB, decoder_start_token_id=0, dropout_rate=0.0, **sizes)
+            self.model = hf.T5ForConditionalGeneration(config)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+class BuiltLate(RecordingGPT):
+    """Has layers only when the fit begins: they are built on the meta device, and then get values."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.losses = []
+        self.head: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.head is not None:
+            return
+        with torch.device("meta"):
+            late = GPT(heads=2)
+        late.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(3)
+        for parameter in late.parameters():
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+        for name, child in late.named_children():
+            setattr(self, name, child)
+        for name, buffer in late.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+
+
+class Interrupted(Callback):
+    """Ctrl-C in the second step."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise KeyboardInterrupt
+
+
+def make(name: str) -> tuple[Any, DataLoader[Any], DataLoader[Any]]:
+    """A module with its data: for a pipeline, and in the same order for one process."""
+    if name in ("llama", "t5"):
+        data = Texts()
+        one = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)
+        return Pretrained(name), DataLoader(data, batch_size=4), DataLoader(data, batch_size=4, sampler=one)
+    torch.manual_seed(0)
+    module = BuiltLate() if name == "built late" else RecordingGPT(heads=2)
+    return module, loader(8, length=16), DataLoader(in_order(8, length=16).dataset, batch_size=8)
+
+
+NAMES = ("llama", "t5", "built late", "gpt")
+
+
+def state_of(module: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def fits(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in NAMES:
+        module, data, _ = make(name)
+        trainer = make_trainer(pipeline(2, microbatches=2), devices=2, use_distributed_sampler=False)
+        trainer.fit(module, data)
+        found[name] = module.losses, state_of(module), trainer.strategy.parallel_plan.to_dict()  # type: ignore[union-attr]
+    module, data, _ = make("gpt")
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        make_trainer(pipeline(2, microbatches=2), devices=2, callbacks=[Interrupted()]).fit(module, data)
+    found["searched"] = searched(rank, {"mesh": {"pipeline": 2}}, 2)
+    found["kept"] = searched(rank, {"mesh": {"pipeline": 2}, "schedule": "zbv", "num_microbatches": 4}, 2)
+    return found
+
+
+def searched(rank: int, plan: dict[str, Any], ranks: int) -> Any:
+    module, data, _ = make("gpt")
+    strategy = AutoParallelStrategy(plan=plan, cluster=cluster(ranks))
+    make_trainer(strategy, devices=ranks, use_distributed_sampler=False).fit(module, data)
+    assert strategy.parallel_plan is not None and strategy.planned_by == "given"
+    return module.losses, state_of(module), strategy.parallel_plan.to_dict()
+
+
+def alone(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    module, _, data = make(name)
+    make_trainer().fit(module, data)
+    return module.losses, state_of(module)
+
+
+def assert_alike(found: Any, expected: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-4) and len(found[0]) == 2
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_modules_as_they_are_train_as_in_one_process() -> None:
+    results = on_ranks(fits)
+    expected = {name: alone(name) for name in NAMES}
+    for found in results:
+        for name in NAMES:
+            assert_alike(found[name], expected[name])
+            assert len(found[name][2]["stages"]) == 2
+        for name in ("searched", "kept"):
+            assert_alike(found[name], expected["gpt"])
+        assert found["searched"][2]["num_microbatches"] in (2, 4, 8)
+        assert (found["kept"][2]["schedule"], found["kept"][2]["num_microbatches"]) == ("zbv", 4)
+        assert len(found["kept"][2]["stages"]) == 4
+
+
+# ---- four ranks ------------------------------------------------------------------------------------------------------
+
+
+def split_stages() -> dict[str, Any]:
+    """Two stages, in each of which the layers of a block are split over two ranks."""
+    plan = split_plan(1, "ddp")
+    first, second, rest = plan["stages"][0]["blocks"]
+    for block in (first, second, rest):
+        placed = block["computes"]["parameters"]
+        block["computes"] = {
+            "parameters": {name: {"tensor": along["tensor"], "pipeline": "replicate"} for name, along in placed.items()}
+        }
+    mesh = [{"name": "pipeline", "size": 2}, {"name": "tensor", "size": 2}]
+    stages = [{"blocks": [first, rest]}, {"blocks": [second]}]
+    return {"version": 2, "mesh": mesh, "schedule": "1f1b", "num_microbatches": 4, "stages": stages}
+
+
+def on_four(rank: int) -> dict[str, Any]:
+    return {
+        "split": searched(rank, split_stages(), 4),
+        "rows": searched_rows(rank),
+    }
+
+
+def searched_rows(rank: int) -> Any:
+    torch.manual_seed(0)
+    strategy = AutoParallelStrategy(plan={"mesh": {"pipeline": 2, "data": 2}}, cluster=cluster(4))
+    module = RecordingGPT(heads=2)
+    make_trainer(strategy, devices=4).fit(module, loader(4, length=16))
+    assert strategy.parallel_plan is not None
+    return module.losses, state_of(module), strategy.parallel_plan.to_dict()
+
+
+def test_stages_beside_a_tensor_axis_and_on_a_searched_mesh() -> None:
+    results = on_ranks(on_four, world_size=4)
+    torch.manual_seed(0)
+    rows = RecordingGPT(heads=2)
+    make_trainer().fit(rows, in_order(8, length=16))
+    for found in results:
+        assert_alike(found["split"], alone("gpt"))
+        assert_alike(found["rows"], (rows.losses, state_of(rows)))
+        axes = {axis["name"]: axis["size"] for axis in found["rows"][2]["mesh"]}
+        assert axes == {"pipeline": 2, "data": 2} and found["rows"][2]["batch_size"] == 4

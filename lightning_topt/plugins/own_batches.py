@@ -25,6 +25,7 @@ from lightning_topt.plugins.member_batches import check_packs
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _RANKS = frozenset(["global_rank", "local_rank", "node_rank", "is_global_zero", "get_rank", "is_local_zero"])
+_COUNTS = frozenset(["global_step", "current_epoch"])
 _WRITERS = frozenset(
     ["logger", "loggers", "rank_zero_only", "rank_zero_info", "rank_zero_warn", "rank_zero_deprecation"]
 )
@@ -57,6 +58,12 @@ def why_no_members(trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None
     if any(isinstance(part, MetricCollection) for part in module.modules()):
         return "a collection of metrics shares states, which are not followed from rank to rank"
     return None
+
+
+def why_steps_may_differ(module: pl.LightningModule) -> str | None:
+    """Return why one step may call other modules than the next one, as far as names tell, as a clause."""
+    name = _name_in(module, _COUNTS)
+    return None if name is None else f"training_step reads {name}, on which the modules that it calls may depend"
 
 
 def _why_not_another_rank(module: pl.LightningModule, batch: Any, graph: OpGraph | None) -> str | None:

@@ -20,7 +20,7 @@ from lightning_topt.plan.member_pipelines import least_member_seconds, search_me
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plugins.found_plans import fastest, seconds_that_pay, together
-from lightning_topt.plugins.own_batches import WatchedTrace, why_no_members
+from lightning_topt.plugins.own_batches import WatchedTrace, why_no_members, why_steps_may_differ
 from lightning_topt.plugins.pipeline_members import takes_index
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning_ranks import on_rank_0
@@ -78,7 +78,11 @@ def _why_no_look(
         return "computation alone takes so long that the rest is not worth it"
     if _has_words(batch):
         return "batches hold texts or whole numbers, on which a step may depend, so that each would be traced"
-    return needs_whole_parameters(request, trainer, search.graph) or why_no_members(trainer, batch, search.graph)
+    return (
+        needs_whole_parameters(request, trainer, search.graph)
+        or why_no_members(trainer, batch, search.graph)
+        or why_steps_may_differ(trainer.lightning_module)
+    )
 
 
 def _search(request: PlanRequest, search: SearchRequest, found: list[PlanFrontier]) -> PlanFrontier:
@@ -112,6 +116,8 @@ def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | No
         return " ".join(str(error).split())
     if flow.flow.reads_values:
         return "the step reads values of its batch, so that each would be traced"
+    if flow.flow.draws_on_host:
+        return "the step draws numbers of Python or NumPy, on which the modules that it calls may depend"
     if written := written_buffers(flow.flow, flow.stage_of_call):
         return f"training steps change the buffer {sorted(written)[0]!r}, of which ddp keeps what rank 0's batches make"
     return None

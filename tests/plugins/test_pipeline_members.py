@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_topt.plan.parallel_plan import PlanError
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plugins.own_batches import why_steps_may_differ
+from lightning_topt.plugins.pipeline_look import why_not_cut
 from tests.models import GPT
 from tests.plugins.test_turns import CLIPPED, FAST, SLOW, Case, OwnBatches, Rich, assert_equal, cluster, results_of
 from tests.plugins.trainer_ranks import loader, make_trainer, on_ranks, topt_trainer
@@ -66,7 +69,7 @@ def both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     return found[0], found[1]
 
 
-def check(case: Case, *, relative: float = 1e-5) -> dict[str, Any]:
+def check(case: Case, *, relative: float = 1e-6) -> dict[str, Any]:
     results = on_ranks(both, case, world_size=case.ranks)
     for rank, (expected, found) in enumerate(results):
         assert_equal(expected, found, rank=rank)
@@ -166,3 +169,42 @@ def test_checkpoints_go_on_under_ddp_and_back(tmp_path: Path) -> None:
             assert own_losses == pytest.approx(losses, rel=1e-5)
             for name, value in state.items():
                 torch.testing.assert_close(own_state[name], value, rtol=1e-5, atol=1e-5)
+
+
+class Warming(Unnumbered):
+    """Another step would call other modules."""
+
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step(batch) * min(1, self.global_step)
+
+
+class Branching(Unnumbered):
+    def training_step(self, batch: Any) -> Any:
+        factor = random.choice([1, 1])
+        return super().training_step(batch) * factor
+
+
+class Valued(Unnumbered):
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step(batch) * int(batch[0].sum() >= 0)
+
+
+def reasons(rank: int) -> dict[str, Any]:
+    found = {}
+    for module in (Unnumbered(), Averaging(), Branching(), Valued()):
+        trainer = topt_trainer()
+        module.trainer, module._trainer = trainer, trainer
+        trainer.strategy.connect(module)
+        plan = ParallelPlan.from_dict(staged_plan(1))
+        found[type(module).__name__] = why_not_cut(trainer, next(iter(loader(4))), plan)
+    found["Warming"] = why_steps_may_differ(Warming())
+    return found
+
+
+def test_steps_that_cannot_be_cut_are_seen_before_they_run() -> None:
+    for found in on_ranks(reasons):
+        assert found["Unnumbered"] is None
+        assert "change the buffer 'mean'" in found["Averaging"]
+        assert "draws numbers of Python" in found["Branching"]
+        assert "reads values of its batch" in found["Valued"]
+        assert "reads global_step" in found["Warming"]

@@ -34,10 +34,13 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.ranks import gather
 from lightning_topt.execution.compare_observed import with_observations
 from lightning_topt.execution.observed_step import CannotRehearseError, Observation, ObservedRun, rehearse_rank
+from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.verification_report import print_verification
 from lightning_topt.execution.verify_plan import Verification, verify_plan
 from lightning_topt.graph.meta_build import build_on_meta
+from lightning_topt.graph.step_run import call_training_step, loss_of
 from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
+from lightning_topt.plugins.batch_parts import split_batch
 from lightning_topt.plugins.read_options import MeshPlan, PipelinePlan, UniformPlan, read_cluster, read_plan_option
 
 
@@ -91,6 +94,7 @@ def run(config: DictConfig) -> None:
         cluster=cluster,
         global_batch_size=config.global_batch_size,
         batch_size=None if subject.example is None else subject.example.samples,
+        example=_example(plan, subject),
     )
     if verification.would_run and config.rehearse:
         verification = _rehearsed(verification, subject, rank=config.rank)
@@ -174,6 +178,18 @@ def _optimizers_of(module: pl.LightningModule) -> Sequence[Optimizer]:
     return optimizers
 
 
+def _example(plan: ParallelPlan, subject: Subject) -> Example | None:
+    """A microbatch of a plan with stages, and the step on it; None for other plans."""
+    if plan.schedule is None:
+        return None
+
+    def loss(model: Any, part: Any) -> Any:
+        with subject.trainer.precision_plugin.forward_context():
+            return loss_of(call_training_step(model, part))
+
+    return Example(loss, split_batch(subject.batch, plan.num_microbatches).batches[0])
+
+
 # ---- closer looks ------------------------------------------------------------------------------------------------------
 
 
@@ -210,5 +226,6 @@ def _observe_rank(
     trainer._data_connector.attach_data(model, datamodule=subject.datamodule)
     trainer.precision_plugin.convert_module(model)
     context = trainer.precision_plugin.forward_context
-    run = ObservedRun(plan, model, subject.batch, _optimizers_of, device=device, forward_context=context)
+    parts = split_batch(subject.batch, plan.num_microbatches).batches if plan.schedule is not None else ()
+    run = ObservedRun(plan, model, subject.batch, _optimizers_of, device=device, forward_context=context, parts=parts)
     return gather(run.observe())

@@ -83,6 +83,12 @@ class Engine:
         """Whether parameters are in shards, slices or stages now, so that taking the plan back needs every rank."""
         return self._stages is not None or any(applied.replaced or applied.split for applied in self._applied)
 
+    @property
+    def foreign_parameters(self) -> frozenset[nn.Parameter]:
+        """Parameters of the module that this rank does not keep, since only stages of other ranks need them."""
+        names = frozenset[str]() if self._stages is None else self._stages.foreign.names
+        return frozenset(parameter for name, parameter in self.module.named_parameters() if name in names)
+
     def apply(self, *, wrapped: DistributedDataParallel | None = None, example: Example | None = None) -> nn.Module:
         """Apply the plan to the module in place; returns what forward must be called through. A collective call.
 

@@ -10,7 +10,7 @@ a fake process group of any size          the code; nothing is sent, and tensors
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_topt.execution.called_collectives import CalledCollectives
 from lightning_topt.execution.collective_rows import CollectiveRow, rows_of
 from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.tensor_chunks import TensorChunks
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.real import filled_copy, real_batch
@@ -62,6 +63,7 @@ class CannotRehearseError(RuntimeError):
 class ObservedRun:
     """Steps of `module`, which has a `training_step`, on `batch` with the optimizers that `optimizers_of` makes.
 
+    `parts` are the microbatches of `batch` under a plan with stages.
     `mode` is on while it steps (fake tensors), `forward_context` makes a context around forward, such as autocast; `options`
     are those of the engine. The module says and logs nothing any more.
     """
@@ -75,6 +77,7 @@ class ObservedRun:
     calls: CalledCollectives = field(default_factory=CalledCollectives)
     mode: AbstractContextManager[Any] | None = None
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    parts: Sequence[Any] = ()
 
     def observe(self) -> Observation:
         """Run steps as a rank of the plan, and return what the last one showed. A collective call.
@@ -84,7 +87,9 @@ class ObservedRun:
         """
         silence(self.module)
         engine = Engine(self.plan, self.module, device=self.device, options=self.options)
-        root = engine.apply()
+        is_staged = self.plan.schedule is not None
+        self.module.train()
+        root = engine.apply(example=Example(self._loss_of_part, self.parts[0]) if is_staged else None)
         if isinstance(root, DistributedDataParallel):
             self.calls.of_ddp = root.process_group
         optimizers = self.optimizers_of(self.module)
@@ -96,7 +101,7 @@ class ObservedRun:
                 optimizer.zero_grad()
             with self._on():
                 self._run_forward_backward(engine)
-            held = self._held_tensors()
+            held = self._held_tensors(engine.foreign_parameters)
             with self._on():
                 self.calls.during = "update"
                 for optimizer in optimizers:
@@ -122,12 +127,19 @@ class ObservedRun:
             return found
 
         self.module.train()
-        engine.run_step([self.batch], loss)
+        if self.plan.schedule is not None:
+            engine.run_step(self.parts, self._loss_of_part)
+        else:
+            engine.run_step([self.batch], loss)
 
-    def _held_tensors(self) -> dict[str, list[int]]:
+    def _loss_of_part(self, model: nn.Module, part: Any) -> Tensor:
+        with self.forward_context():
+            return loss_of(call_training_step(model, part))
+
+    def _held_tensors(self, foreign: Collection[nn.Parameter]) -> dict[str, list[int]]:
         found = {}
         for block, parameters in parameters_by_block(self.module, self._names).items():
-            tensors = list(dict.fromkeys(parameters.values()))
+            tensors = [each for each in dict.fromkeys(parameters.values()) if each not in foreign]
             gradients = [parameter.grad for parameter in tensors if parameter.grad is not None]
             sizes = [sum(_local(tensor).nbytes for tensor in each) for each in (tensors, gradients)]
             found[block] = [*sizes, 0, _padding(tensors) + _padding(gradients)]
@@ -202,6 +214,8 @@ def rehearse_rank(
     """
     if dist.is_initialized():
         raise CannotRehearseError("this process is in a process group, and a fake one would take its place")
+    if plan.schedule is not None:
+        raise CannotRehearseError("its stages compute with what other ranks send, and a fake group sends nothing")
     if plan.gradient_exchange is not None:
         raise CannotRehearseError("its gradient exchange reads what other ranks send, and a fake group sends nothing")
     calls = CalledCollectives()

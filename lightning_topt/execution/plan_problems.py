@@ -31,11 +31,6 @@ def configs_of(plan: ParallelPlan) -> dict[str, OpConfig]:
 def model_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:
     """Yield why `plan` is none for `module`, or none that anything runs."""
     configs = configs_of(plan)
-    if plan.schedule is not None:
-        yield (
-            f"the plan has {len(plan.stages)} stages, and this release verifies plans of one stage: run it to see whether it "
-            "fits"
-        )
     name = type(module).__name__
     parameters = [(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in module.named_parameters()]
     if plan.fingerprint is not None and plan.fingerprint != model_fingerprint(name, parameters):
@@ -102,7 +97,9 @@ def _optimizer_problems(optimizer: Optimizer, *, sharded: Sequence[str], shared:
 
 def batch_problems(plan: ParallelPlan, *, global_batch_size: int | None, batch_size: int | None) -> Iterator[str]:
     """Yield why a step's samples cannot be divided among the ranks; `batch_size` are those that one rank gets of the data."""
-    parts = plan.data_parallel_size * plan.num_microbatches  # ranks with samples of their own
+    parts = plan.data_parallel_size  # ranks with samples of their own, which a pipeline divides among its microbatches
+    if plan.schedule is None:
+        parts *= plan.num_microbatches
     if global_batch_size is not None and global_batch_size % parts:
         low, high = global_batch_size // parts * parts, -(-global_batch_size // parts) * parts
         choose = f"{low} or {high}" if low else f"{high}"

@@ -25,6 +25,8 @@ def print_verification(verification: Verification, *, console: Console) -> None:
         console.print(_blocks(verification))
     if verification.collectives:
         console.print(_collectives(verification))
+    if verification.messages:
+        console.print(_messages(verification))
     if verification.peak_bytes is not None:
         console.print(
             f"peak of a step on the fullest rank, predicted: {format_bytes(verification.peak_bytes)}", highlight=False
@@ -78,6 +80,15 @@ def _collectives(verification: Verification) -> Table:
     table = _table("pass", "collective", "along", "ranks", "calls", "bytes", left=3)
     for row in verification.collectives:
         table.add_row(row.during, row.op, row.axis, str(row.ranks), str(row.count), format_bytes(row.nbytes))
+    return table
+
+
+def _messages(verification: Verification) -> Table:
+    hidden = len(verification.messages) - _ROWS
+    caption = "places along the pipeline; of one step" + (f"; {hidden} more" if hidden > 0 else "")
+    table = _table("from", "to", "what", "messages", "bytes", left=3, caption=caption)
+    for row in sorted(verification.messages, key=lambda row: -row.nbytes)[:_ROWS]:
+        table.add_row(str(row.sender), str(row.receiver), row.what, str(row.count), format_bytes(row.nbytes))
     return table
 
 

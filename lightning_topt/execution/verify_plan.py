@@ -9,6 +9,7 @@ Nothing is started and nothing allocated: the model may be on the meta device, a
     verification.problems                         # sentences; none: it would run
     verification.held[""]                         # bytes of the block "" on each rank, by KINDS
     verification.collectives                      # of one step
+    verification.messages                         # of one step, of a plan with stages (`example=`)
 
 The bytes follow from the placements (`held_bytes`), the collectives from what the techniques say that they cost
 (`planned_collectives`). What operators exchange along tensor axes depends on the code between them: it is learnt from the step
@@ -31,6 +32,7 @@ from lightning_topt.costs.optimizer_copy import OptimizerError
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.execution.collective_rows import CollectiveRow, rows_of
 from lightning_topt.execution.held_bytes import KINDS, Blocks, Integers, held_bytes
+from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.plan_problems import (
     batch_problems,
     cluster_problems,
@@ -41,6 +43,7 @@ from lightning_topt.execution.plan_problems import (
     shard_problems,
 )
 from lightning_topt.execution.planned_collectives import cluster_for, planned_collectives
+from lightning_topt.execution.verify_stages import MessageRow, StagedStep
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.op_graph import Block, OpGraph
 from lightning_topt.plan.parallel_plan import ParallelPlan
@@ -60,7 +63,7 @@ class Verification:
     `problems` say, each in a sentence, why the plan would not run, and what to do; without any it would. `notes` say what is
     worth knowing. `held` are the bytes of each block on each rank (rank, kind), by `KINDS`, empty where the plan does not
     belong to the model; without optimizers there is no state among them. `collectives` are those of one step, of each rank;
-    along tensor axes once a rank was seen (`with_observations`).
+    along tensor axes once a rank was seen (`with_observations`); of a plan with stages there are `messages` instead.
     `peak_bytes` are those of a step's peak on the fullest rank, activations included; None where the step was not captured.
     `knows_state` is false where optimizers do not tell what state they make: then none is among what is held.
     """
@@ -72,6 +75,7 @@ class Verification:
     collectives: tuple[CollectiveRow, ...] = ()
     peak_bytes: float | None = None
     knows_state: bool = True
+    messages: tuple[MessageRow, ...] = ()
 
     @property
     def would_run(self) -> bool:
@@ -115,6 +119,7 @@ class Verification:
                 for ranks, one in self.equal_ranks()
             ],
             "collectives": [{**vars(row)} for row in self.collectives],
+            "messages": [{**vars(row)} for row in self.messages],
         }
 
 
@@ -127,6 +132,7 @@ def verify_plan(
     cluster: Cluster | None = None,
     global_batch_size: int | None = None,
     batch_size: int | None = None,
+    example: Example | None = None,
 ) -> Verification:
     """Return whether `plan` would run on `module`, what each rank would hold, and what ranks would exchange in a step.
 
@@ -137,6 +143,7 @@ def verify_plan(
         cluster: the machines; None: nothing is asked of them.
         global_batch_size: samples of a step on all ranks together.
         batch_size: samples of the batches that a rank gets.
+        example: a step and a microbatch of a plan with stages, which is traced on shapes.
 
     Never raises for a plan that does not run: that is among `Verification.problems`.
     """
@@ -145,12 +152,15 @@ def verify_plan(
         return Verification(plan, (*of_model, *of_batch))
     local = _LocalModule.of(plan, module, optimizers_of)
     problems, notes = [*shard_problems(plan, local.blocks, local.optimizers), *of_batch], [*local.notes]
+    if plan.schedule is not None:
+        found = _verify_stages(plan, module, local, example, problems=problems, notes=notes)
+        return found if cluster is None or not found.held else _on_cluster(found, cluster)
     given: dict[str, Any] = {"optimizers": local.optimizers}
     held = held_bytes(local.blocks, configs_of(plan), plan.mesh, profile=local.profile, **given)
     collectives: tuple[CollectiveRow, ...] = ()
     try:
-        found = planned_collectives(plan, local.module, local.blocks, cluster=cluster, graph=graph, **given)
-        collectives = rows_of(found, plan.mesh)
+        planned = planned_collectives(plan, local.module, local.blocks, cluster=cluster, graph=graph, **given)
+        collectives = rows_of(planned, plan.mesh)
     except ValueError as error:  # an exchange of gradients that these ranks cannot have
         problems.append(str(error))
     peak = None
@@ -163,6 +173,29 @@ def verify_plan(
     known = optimizers_of is None or local.profile is not None
     verification = Verification(plan, tuple(problems), tuple(notes), held, collectives, peak, known)
     return verification if cluster is None else _on_cluster(verification, cluster)
+
+
+def _verify_stages(
+    plan: ParallelPlan,
+    module: nn.Module,
+    local: _LocalModule,
+    example: Example | None,
+    *,
+    problems: Sequence[str],
+    notes: Sequence[str],
+) -> Verification:
+    """Verify a plan with stages, of which `problems` and `notes` are known already."""
+    if example is None:
+        missing = "a plan with stages is verified with an example of its steps: verify_plan(example=Example(step, microbatch))"
+        return Verification(plan, (*problems, missing), tuple(notes))
+    try:
+        step = StagedStep.of(plan, module, example)
+    except ValueError as error:  # a schedule that does not fit, or a step that cannot be cut
+        return Verification(plan, (*problems, " ".join(str(error).split())), tuple(notes))
+    held = step.held(plan, local.blocks, optimizers=local.optimizers, profile=local.profile)
+    more = [*notes, "the peak of a step is not predicted, nor what data ranks exchange: the plan has stages"]
+    knows_state = local.profile is not None or not local.optimizers
+    return Verification(plan, tuple(problems), tuple(more), held, knows_state=knows_state, messages=step.messages)
 
 
 def peak_bytes(plan: ParallelPlan, graph: OpGraph, profile: OptimizerProfile, *, cluster: Cluster | None) -> float:

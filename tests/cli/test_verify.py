@@ -11,7 +11,10 @@ import pytest
 from lightning_topt.cli import main
 from lightning_topt.execution import observed_step
 from lightning_topt.execution.verification_report import ranges
-from lightning_topt.plan.parallel_plan import uniform_plan
+from lightning_topt.graph.mesh_axes import Axis, Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan, uniform_plan
+from lightning_topt.plan.presets import PRESETS
 
 TINY = ["model.num_layers=2", "model.hidden=32", "model.num_heads=2", "model.seq_len=32", "data.max_bytes=40000"]
 WIDE = 300
@@ -55,6 +58,27 @@ def test_a_plan_file_without_a_captured_step(topt_verify, tmp_path):
     code, output, record = topt_verify(f"plan={tmp_path}/plan.yaml", "capture=false", "rank=511")
     assert code == 0 and "rank 511 of a fake group of 512 ranks" in output
     assert record["peak_bytes"] is None and set(record["held"][0]["blocks"]) == {"", "blocks.0", "blocks.1"}
+
+
+def staged_plan(data=1):
+    """Two stages of one block each, beside `data` ranks."""
+    mesh = Mesh((Axis("pipeline", 2), *([Axis("data", data)] if data > 1 else [])))
+    config = OpConfig(PRESETS["ddp"].storage(mesh))
+    stages = [StagePlan((BlockPlan(f"blocks.{index}", config),)) for index in range(2)]
+    stages[0] = StagePlan((*stages[0].blocks, BlockPlan("", config)))
+    return ParallelPlan(mesh, tuple(stages), schedule="1f1b", num_microbatches=4)
+
+
+def test_a_plan_with_stages(topt_verify, tmp_path):
+    staged_plan(data=128).save(tmp_path / "plan.yaml")
+    code, output, record = topt_verify(f"plan={tmp_path}/plan.yaml", "cluster=a100_8x8", "cluster.num_nodes=32")
+    assert code == 0 and "would run" in output and "not tried on a fake group" in output and "activations" in output
+    assert [(row["what"], row["count"]) for row in record["messages"]] == [("activations", 4), ("gradients", 4)]
+    assert len(record["held"]) == 2 and len(record["held"][0]["ranks"]) == 128
+
+    staged_plan().save(tmp_path / "plan.yaml")
+    code, output, _ = topt_verify(f"plan={tmp_path}/plan.yaml", "devices=2")
+    assert code == 0 and "all 2 ranks of this machine took a step" in output and "than said" not in output
 
 
 def test_ranks_of_this_machine_agree(topt_verify):

@@ -263,7 +263,7 @@ BAD = {
         gpt,
         TWO_STAGES,
         {},
-        "2 stages, and this release verifies plans of one",
+        "verified with an example of its steps",
     ),
     "no technique": (
         gpt,

@@ -1,0 +1,121 @@
+"""Plans with stages verified without ranks, and against ranks that run them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_topt.execution.compare_observed import with_observations
+from lightning_topt.execution.observed_step import Observation, ObservedRun
+from lightning_topt.execution.pipeline.pipeline_run import Example
+from lightning_topt.execution.verify_plan import Verification, verify_plan
+from lightning_topt.graph.mesh_axes import Axis, Mesh
+from lightning_topt.graph.op_config import OpConfig
+from lightning_topt.graph.step_run import call_training_step
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
+from lightning_topt.plan.presets import PRESETS
+from tests.launch import run_ranks
+from tests.models import GPT, batch_for
+
+WIDTH, CONTEXT, SAMPLES, PARTS = 16, 8, 8, 4
+
+
+def gpt(tied: bool = False) -> GPT:
+    return GPT(layers=4, width=WIDTH, context=CONTEXT, tied=tied)
+
+
+def plan_of(
+    stages: int = 2, *, ranks: int = 2, data: int = 1, schedule: str = "1f1b", storage: str = "ddp"
+) -> ParallelPlan:
+    mesh = Mesh((Axis("pipeline", ranks), *([Axis("data", data)] if data > 1 else [])))
+    config = OpConfig(PRESETS[storage].storage(mesh))
+    names = [f"blocks.{index}" for index in range(4)]
+    size = len(names) // stages
+    parts = [[BlockPlan(name, config) for name in names[s * size : (s + 1) * size]] for s in range(stages)]
+    parts[0].append(BlockPlan("", config))
+    return ParallelPlan(mesh, tuple(StagePlan(tuple(p)) for p in parts), schedule=schedule, num_microbatches=PARTS)
+
+
+def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
+    return [module.configure_optimizers()]
+
+
+def parts() -> list[Any]:
+    return list(zip(*(tensor.split(SAMPLES // PARTS) for tensor in batch_for(gpt(), SAMPLES)), strict=True))
+
+
+def verified(plan: ParallelPlan, *, tied: bool = False) -> Verification:
+    with torch.device("meta"):
+        module = gpt(tied)
+    return verify_plan(plan, module, optimizers_of=optimizers_of, example=Example(call_training_step, parts()[0]))
+
+
+@pytest.mark.parametrize("data", [1, 256])
+def test_any_number_of_ranks(data: int) -> None:
+    plan = plan_of(data=data)
+    found = verified(plan)
+    assert found.would_run, found.problems
+    first, last = found.held_by_rank[0], found.held_by_rank[-1]
+    assert first[0] + last[0] == sum(parameter.nbytes for parameter in gpt().parameters())
+    assert not found.held["blocks.3"][0].any() and not found.held["blocks.0"][-1].any()
+    nbytes = 4 * SAMPLES * CONTEXT * WIDTH
+    assert [tuple(vars(row).values()) for row in found.messages] == [
+        (0, 1, "activations", PARTS, nbytes),
+        (1, 0, "gradients", PARTS, nbytes),
+    ]
+    assert found.to_dict()["messages"][1]["nbytes"] == nbytes
+
+
+def test_shared_parameters_are_on_both_ranks_and_stages_of_one_rank_send_nothing() -> None:
+    found = verified(plan_of(), tied=True)
+    whole = sum(parameter.nbytes for parameter in gpt(tied=True).parameters())
+    assert found.held_by_rank[:, 0].sum() == whole + gpt().tokens.weight.nbytes
+    found = verified(plan_of(4, schedule="zbv"))  # stages 1 and 2 are on rank 1
+    assert [(row.sender, row.receiver, row.count) for row in found.messages] == [
+        (0, 1, 4),
+        (0, 1, 4),
+        (1, 0, 4),
+        (1, 0, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (replace(plan_of(), schedule="2f2b"), "2f2b"),
+        (plan_of(4), "1f1b"),
+        (replace(plan_of(), stages=plan_of().stages[::-1]), "stage"),
+    ],
+)
+def test_what_would_not_run(plan: ParallelPlan, words: str) -> None:
+    found = verified(plan)
+    assert not found.would_run and words in found.problems[-1], found.problems
+
+
+def test_a_step_is_asked_for() -> None:
+    (problem,) = verify_plan(plan_of(), gpt()).problems
+    assert "an example of its steps" in problem
+
+
+PLANS = [plan_of(), plan_of(4, schedule="zbv"), plan_of(schedule="zero_bubble")]
+DATA_PLANS = [plan_of(data=2), plan_of(data=2, storage="zero1")]
+
+
+def observe(rank: int, plans: list[ParallelPlan], tied: bool) -> list[Observation]:
+    runs = [ObservedRun(plan, gpt(tied), None, optimizers_of, parts=parts()) for plan in plans]
+    return [run.observe() for run in runs]
+
+
+@pytest.mark.parametrize(("plans", "tied"), [(PLANS, False), (DATA_PLANS, True)])
+def test_real_ranks_hold_what_was_said(plans: list[ParallelPlan], tied: bool) -> None:
+    seen = run_ranks(observe, plans[0].mesh.size, plans, tied)
+    for index, plan in enumerate(plans):
+        said = verified(plan, tied=tied)
+        found = with_observations(said, [of_rank[index] for of_rank in seen], where="here")
+        assert found.would_run, found.problems
+        assert not any("less than said" in note for note in found.notes), found.notes
+    more = replace(said, held={block: sizes // 2 for block, sizes in said.held.items()})
+    assert not with_observations(more, [seen[0][-1]], where="here").would_run

@@ -44,6 +44,18 @@ class KnownPlans:
         least = np.minimum.accumulate(costs[:, 1])
         return cls(costs[np.concatenate([[True], least[1:] < least[:-1]])] if len(costs) else costs)
 
+    def scaled(self, share: float) -> KnownPlans:
+        """Return these with `share` of their costs; a share below 1 leaves out what is better by less than that."""
+        if share == 1:
+            return self
+        if share not in self._scaled:
+            self._scaled[share] = KnownPlans(self.costs * share)
+        return self._scaled[share]
+
+    @cached_property
+    def _scaled(self) -> dict[float, KnownPlans]:
+        return {}
+
     def may_gain(self, table: ChainTable) -> bool:
         """Return whether some plan of the chain may be one that no known plan beats; False is certain."""
         if not table.order:

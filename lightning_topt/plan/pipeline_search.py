@@ -91,14 +91,21 @@ def search_pipelines(
     epsilon: float = 0.0,
     max_seconds: float = 10.0,
 ) -> FoundPipelines:
-    """Return the plans of `shapes` that no other one beats, nor one of those that are `known`, by their formulas."""
-    deadline, found, plain = time.thread_time() + max_seconds, FoundPipelines(tables=len(shapes)), known
+    """Return the plans of `shapes` that no other one beats, nor one of those that are `known`, by their formulas.
+
+    With `epsilon`, pipelines whose plans known ones beat but for this share are not searched.
+    """
+    deadline, found, plain = (
+        time.thread_time() + max_seconds,
+        FoundPipelines(error_bound=epsilon, tables=len(shapes)),
+        known,
+    )
     tables = [(shape, stage_table(blocks, shape)) for shape in shapes]
     bounds = [least_priced(table, np.zeros(1))[0] for _, table in tables]
     # 1F1B first: what it finds is compared with plans without stages.
     for index in sorted(range(len(tables)), key=lambda index: (shapes[index].schedule != PLAIN, bounds[index])):
         shape, table = tables[index]
-        if not known.may_gain_above(fewest_bytes(table), partial(least_priced, table)):
+        if not known.scaled(1 / (1 + epsilon)).may_gain_above(fewest_bytes(table), partial(least_priced, table)):
             continue
         found.searched += 1
         left = deadline - time.thread_time()

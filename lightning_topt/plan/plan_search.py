@@ -179,7 +179,7 @@ def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[Pla
     yield spaces, found
     if request.mesh is not None or request.own_batches:
         return
-    known = KnownPlans.of(found.batches)
+    known = KnownPlans.of(found.batches).scaled(1 / (1 + request.epsilon))
     if spaces := [*_tensor_spaces(request, count, known)]:
         chains = [c for space in spaces for c in space.chains() if known.may_gain(c.table)]
         left = max(deadline - time.thread_time(), 1e-3)

@@ -18,7 +18,7 @@ from lightning_topt.plan.best_cut import best_cut
 from lightning_topt.plan.choose import PlanPoint, choose
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes
+from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes, search_pipelines
 from lightning_topt.plan.plan_explanation import explain_plan
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_bounds import fewest_bytes, least_priced
@@ -108,6 +108,23 @@ def test_no_pipeline_is_dropped_that_would_have_a_plan(
             found.append([(p.step_seconds, p.peak_bytes) for p in search_plans(request).points])
             monkeypatch.undo()
         assert found[0] == found[1]
+
+
+def test_fewer_pipelines_are_searched_with_epsilon_and_nothing_is_missed_by_more(request_of_gpt: SearchRequest) -> None:
+    request = replace(request_of_gpt, cluster=replace(NODES, inter=Link(1e-6, 1e9)))
+    blocks, shapes = stage_blocks(request), shapes_of(request)
+    known = search_plans(replace(request, pipelines=None)).points
+    costs = np.array([(point.step_seconds, point.peak_bytes) for point in known])
+    exact, searched = costs, []
+    for epsilon in (0.0, 0.2):
+        found = search_pipelines(blocks, shapes, KnownPlans.best([costs]), epsilon=epsilon)
+        searched.append(found.searched)
+        plans = [(point.step_seconds, point.peak_bytes) for _, point in found.plans]
+        every = np.array([*costs.tolist(), *plans])
+        exact = every if epsilon == 0 else exact
+        nearest = (every[None] / exact[:, None]).max(axis=2).min(axis=1)
+        assert nearest.max() <= 1 + epsilon + 1e-9
+    assert 0 < searched[1] < searched[0]
 
 
 def test_bounds_are_below_all_plans(request_of_gpt: SearchRequest) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Part = tuple[Tensor, Tensor]
-VOCABULARY, WORDS = 4096, 8  # of a sentence
+VOCABULARY, WORDS = 2048, 8  # of a sentence
 
 
 class Convolution(nn.Sequential):

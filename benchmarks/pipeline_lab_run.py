@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.lab import sent_bytes
 from benchmarks.pipeline_cuts import block_seconds, check_blocks, cut, plan_of, weights_of
 from benchmarks.pipeline_lab_models import MODELS, LabModel
+from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.memory_meter import MemoryMeter
+from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
@@ -83,6 +84,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, meter = MODELS[options.model], MemoryMeter(CPU)
+    return_freed_memory(CPU)  # what a rank holds is what it uses, under both plans
+    warm_up(CPU)
     dist.barrier()
     meter.mark_base()
     module = model.make()
@@ -95,6 +98,7 @@ def main() -> None:
     seconds, sent = [], 0
     for index in range(options.warmup + options.steps):
         if index == options.warmup:
+            release_free_memory()
             meter.reset_peak()
             sent = sent_bytes()
         dist.barrier()

@@ -120,6 +120,13 @@ def number(value: Any, *, name: str) -> float:
     return result
 
 
+def truth(value: Any, *, name: str) -> bool:
+    """Return `value`, true or false. Raises ValueError that names it."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {shown(value)}")
+    return value
+
+
 def whole(value: Any, *, name: str, least: int = 1) -> int:
     """Return a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:

@@ -119,7 +119,7 @@ class Engine:
             self._stages.follow(
                 self.slices_of,
                 around=self.around_step if self._split else nullcontext,
-                joined=self.joined,
+                joined=self._whole_slices,
                 whole=self.whole,
                 split=names,
             )
@@ -154,6 +154,12 @@ class Engine:
         if self._stages is not None:
             return self._stages.run_step(microbatches, loss_fn, weights=factors)
         return run_in_turn(microbatches, partial(loss_fn, self._model), factors, around=self._around_microbatch)
+
+    @property
+    def stages(self) -> PipelineRun:
+        """Return what runs the stages of a plan that has some, once applied."""
+        assert self._stages is not None, "the plan has no stages, or is not applied"
+        return self._stages
 
     def evaluate(self, batch: Any, function: LossFunction) -> Any:
         """Return what ``function(model, batch)`` returns without gradients; a collective call of the ranks of a pipeline, each
@@ -197,10 +203,15 @@ class Engine:
 
     @contextmanager
     def joined(self) -> Generator[None, None, None]:
-        """Within it parameters that are cut along tensor axes are whole, so that ranks may run the module by themselves.
+        """Within it parameters in slices or stages are whole, so that ranks may run the module by themselves.
 
         Entering is a collective call.
         """
+        with self._whole_slices(), nullcontext() if self._stages is None else self._stages.joined():
+            yield
+
+    @contextmanager
+    def _whole_slices(self) -> Generator[None, None, None]:
         with ExitStack() as stack:
             for applied in self._applied:
                 stack.enter_context(applied.joined())

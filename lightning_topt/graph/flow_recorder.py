@@ -60,6 +60,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module, batch: Iterable[Tensor], *, units: Collection[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.metrics: list[str] = []
+        self.in_metric = False  # what it reads of the batch only the last stage reads
         self.running: OpOverload | None = None
         self.unit_name = ""
         self._at = BETWEEN
@@ -126,6 +127,8 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what a value reads as here; None to let it be read."""
         origin = self._origins.origin(tensor)
         if origin.is_batch and not (origin.refs or origin.reads):
+            if self.in_metric and isinstance(tensor, FakeTensor):
+                return torch.zeros((), dtype=tensor.dtype).tolist()
             if isinstance(tensor, FakeTensor):
                 raise CaptureError("the step reads values of the batch", needs_values=True)
             self._reads_values = True

@@ -139,6 +139,10 @@ def _record_logs(module: nn.Module, recorder: FlowRecorder) -> None:
 def _needing(method: Callable[..., Any], recorder: FlowRecorder) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         recorder.need_at_end((args, kwargs))
-        return method(*args, **kwargs)
+        was_inside, recorder.in_metric = recorder.in_metric, True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            recorder.in_metric = was_inside
 
     return run

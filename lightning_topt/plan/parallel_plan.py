@@ -19,6 +19,7 @@ from lightning_topt.costs.plain_values import (
     read_text,
     shown,
     text,
+    truth,
     whole,
 )
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
@@ -58,7 +59,8 @@ class ParallelPlan:
 
     `num_microbatches`, with a schedule, is the number of parts that a rank's batch is cut into. Without one it is the number
     of batches that the ranks of a tensor group run together in a step, one after the other: 1, a batch that all of them get,
-    or as many as they are, the batch of each rank.
+    or as many as they are, the batch of each rank. `own_batches`, with a schedule: each rank of a pipeline brings a batch, and
+    each of these is one microbatch.
 
     A plan says what is to run; whether a release can run it is asked of the techniques (`techniques.registry`).
     Raises PlanError when a placement does not have as many axes as the mesh, the gradient exchange is none that a plan can
@@ -76,6 +78,7 @@ class ParallelPlan:
     gradient_exchange: ExchangeOptions | None = None
     num_microbatches: int = 1
     schedule: str | None = None
+    own_batches: bool = False
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -133,6 +136,11 @@ class ParallelPlan:
         return self.mesh.data_parallel_size
 
     @property
+    def brings_batches(self) -> bool:
+        """Whether ranks along tensor axes or stages bring a batch each, as data ranks do, and run these together."""
+        return self.own_batches or (self.schedule is None and self.num_microbatches > 1)
+
+    @property
     def keeps_gradients_whole(self) -> bool:
         """Whether every rank holds the whole gradient of every parameter after the backward pass, as under DDP.
 
@@ -159,6 +167,8 @@ class ParallelPlan:
             blocks += f", {len(self.stages)} stages ({self.schedule})"
         if self.num_microbatches > 1:
             blocks += f", {self.num_microbatches} microbatches"
+        if self.own_batches:
+            blocks += ", the batch of each rank"
         if self.gradient_exchange is None:
             return blocks
         return f"{blocks}, gradients {describe_exchange(self.gradient_exchange)}"
@@ -179,6 +189,7 @@ class ParallelPlan:
             **({} if exchange is None else {"gradient_exchange": exchange_to_dict(exchange)}),
             **({} if self.schedule is None else {"schedule": self.schedule}),
             **({} if self.num_microbatches == 1 else {"num_microbatches": self.num_microbatches}),
+            **({"own_batches": True} if self.own_batches else {}),
             "stages": [
                 {"blocks": [{"block": b.block, **configs[b.config]} for b in stage.blocks]} for stage in self.stages
             ],
@@ -252,6 +263,13 @@ def _check_stages(plan: ParallelPlan) -> None:
         )
     if plan.schedule is not None and plan.num_microbatches < 1:
         raise PlanError(f"num_microbatches is at least 1, got {plan.num_microbatches}")
+    if plan.own_batches and plan.mesh.tensor_axes:
+        raise PlanError("own_batches: ranks along tensor axes get one batch, so leave it out, or these axes")
+    if plan.own_batches and (plan.schedule is None or plan.num_microbatches != ranks):
+        raise PlanError(
+            f"own_batches is for pipelines whose ranks bring one microbatch each: num_microbatches is then the ranks along the "
+            f"axis 'pipeline', {ranks}, and there is a schedule; got {plan.num_microbatches} and {plan.schedule}"
+        )
     if count > 1 and (empty := [s for s, stage in enumerate(plan.stages) if not any(b.block for b in stage.blocks)]):
         raise PlanError(f'stages[{empty[0]}] names no block but "", so nothing says where it begins: name one')
     stages: dict[str, int] = {}
@@ -292,6 +310,7 @@ def _read(data: Any) -> ParallelPlan:
         gradient_exchange=exchange_from_value(data.get("gradient_exchange")),
         num_microbatches=whole(data.get("num_microbatches", 1), name="num_microbatches"),
         schedule=None if data.get("schedule") is None else text(data["schedule"], name="schedule"),
+        own_batches=truth(data.get("own_batches", False), name="own_batches"),
         **texts,
     )
 

@@ -31,17 +31,20 @@ _MOST_PER_RANK = 16  # microbatches, in times the ranks of a pipeline
 class PipelineRequest:
     """The pipelines to look at: of so many `stages` in all, with this `schedule`, with so many `microbatches`, of so many
     `ranks` in a row; None: any.
+
+    `own_batches`: each rank of a pipeline brings a batch, which is one microbatch, as large as the captured one.
     """
 
     stages: int | None = None
     schedule: str | None = None
     microbatches: int | None = None
     ranks: int | None = None
+    own_batches: bool = False
 
     @property
     def is_given(self) -> bool:
         """Whether anything is fixed: then a plan without stages is none that was asked for."""
-        return self != PipelineRequest()
+        return self != PipelineRequest(own_batches=self.own_batches)
 
 
 @dataclass
@@ -122,6 +125,9 @@ def _costs(points: Sequence[StagePoint]) -> Array:
 
 
 def _microbatches(batch: int, ranks: int, wanted: PipelineRequest) -> Iterator[int]:
+    if wanted.own_batches:
+        yield ranks
+        return
     if wanted.microbatches is not None:
         if wanted.microbatches <= batch:
             yield wanted.microbatches

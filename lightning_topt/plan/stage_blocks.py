@@ -105,8 +105,8 @@ class StageBlocks:
         times = np.stack([passes.forward, passes.backward, passes.kept, passes.hump, passes.recomputed_kept], axis=1)
         found = []
         for n, name in enumerate(self.names):
-            owned = tuple((p.shape, p.dtype, p.trainable, step.optimizer.updates.get(p.name)) for p in self._owned[n])
-            measured = tuple(step.optimizer.seconds_per_element.get(p.name) for p in self._owned[n])
+            owned = tuple((p.shape, p.dtype, p.trainable, step.optimizer.updates.get(p.name)) for p in self.owned[n])
+            measured = tuple(step.optimizer.seconds_per_element.get(p.name) for p in self.owned[n])
             recomputable = next(block.recomputable for block in step.graph.blocks if block.name == name)
             key = owned, measured, recomputable, tuple(np.round(times[n] / _GRAIN).tolist())
             found.append(known.setdefault(key, len(known)))
@@ -132,7 +132,7 @@ class StageBlocks:
         return uses_of_parameters(self.step.graph, self.step.segments, self.crossings.places)
 
     @cached_property
-    def _owned(self) -> list[list[Parameter]]:
+    def owned(self) -> list[list[Parameter]]:
         """The parameters that each block is the first to read."""
         found: list[list[Parameter]] = [[] for _ in self.names]
         for parameter in self.step.graph.parameters:
@@ -172,10 +172,10 @@ class StageBlocks:
     def _of_mesh(self, step: TrainingStep, level: int) -> Once:
         ranks, every = step.mesh.data_parallel_size, self.step.graph.parameters
         by_name = {parameter.name: self._of_parameter(parameter, step, level) for parameter in every}
-        owned = [np.sum([by_name[p.name] for p in some], axis=0) if some else np.zeros(3) for some in self._owned]
+        owned = [np.sum([by_name[p.name] for p in some], axis=0) if some else np.zeros(3) for some in self.owned]
         costs = np.array(owned).reshape(-1, 3).T
         parts = {kind: self.kinds.index(kind) for kind in set(self.kinds)}
-        exchanges = {kind: _exchange_seconds(step, self._owned[n], level, ranks) for kind, n in parts.items()}
+        exchanges = {kind: _exchange_seconds(step, self.owned[n], level, ranks) for kind, n in parts.items()}
         costs[0] += [exchanges[kind] for kind in self.kinds]
         return Once(costs[0], costs[1], costs[2], self._shared(by_name, step))
 

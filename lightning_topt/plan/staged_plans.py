@@ -44,12 +44,18 @@ def search_stages_for(
         raise PlanError(why_no_pipeline(blocks, count, wanted, global_batch_size=global_batch_size))
     best = KnownPlans.best([costs])
     found = search_pipelines(blocks, shapes, best, epsilon=epsilon, max_seconds=max_seconds)
-    points, plain = (_points(blocks, each, global_batch_size) for each in (found.plans, found.plain))
+    points, plain = (
+        _points(blocks, each, global_batch_size, own_batches=wanted.own_batches) for each in (found.plans, found.plain)
+    )
     return points, plain, found.error_bound
 
 
 def _points(
-    blocks: StageBlocks, plans: Sequence[tuple[PipelineShape, StagePoint]], global_batch_size: int
+    blocks: StageBlocks,
+    plans: Sequence[tuple[PipelineShape, StagePoint]],
+    global_batch_size: int,
+    *,
+    own_batches: bool,
 ) -> list[PlanPoint]:
     by_shape: dict[PipelineShape, list[StagePoint]] = {}
     for shape, point in plans:
@@ -57,7 +63,9 @@ def _points(
     return [
         point
         for shape, several in by_shape.items()
-        for point in staged_points(blocks, shape, several, batch_size=global_batch_size // shape.data)
+        for point in staged_points(
+            blocks, shape, several, batch_size=global_batch_size // shape.data, own_batches=own_batches
+        )
     ]
 
 
@@ -126,9 +134,16 @@ def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None
 
 
 def staged_points(
-    blocks: StageBlocks, shape: PipelineShape, points: Sequence[StagePoint], *, batch_size: int
+    blocks: StageBlocks,
+    shape: PipelineShape,
+    points: Sequence[StagePoint],
+    *,
+    batch_size: int,
+    own_batches: bool = False,
 ) -> list[PlanPoint]:
-    """Return plans of one shape with what they are predicted to cost; `batch_size` samples are those of a row of ranks."""
+    """Return plans of one shape with what they are predicted to cost; `batch_size` samples are those of a row of ranks, each
+    of which brings its part with `own_batches`.
+    """
     seconds = stage_seconds(blocks, shape, points)
     steps = step_seconds_of(seconds, shape)
     if steps is None:
@@ -137,7 +152,7 @@ def staged_points(
     work = shape.num_microbatches * (seconds.forward + seconds.backward) + seconds.once
     np.add.at(busy, list(shape.ranks), work)
     compute = np.minimum(busy.max(axis=0), steps)
-    plans = _Plans(blocks, shape, batch_size)
+    plans = _Plans(blocks, shape, batch_size, own_batches)
     found = []
     for point, step, own in zip(points, steps.tolist(), compute.tolist(), strict=True):
         predicted = Prediction(step, point.peak_bytes, own, step - own)
@@ -148,7 +163,7 @@ def staged_points(
 class _Plans:
     """Plans of one shape; blocks of equal configurations are one object."""
 
-    def __init__(self, blocks: StageBlocks, shape: PipelineShape, batch_size: int) -> None:
+    def __init__(self, blocks: StageBlocks, shape: PipelineShape, batch_size: int, own_batches: bool) -> None:
         graph, cluster = blocks.step.graph, blocks.step.cluster
         self.mesh, self._shape = shape.mesh(cluster), shape
         axes, over = len(self.mesh.axes), self.mesh.data_axes
@@ -159,7 +174,8 @@ class _Plans:
         ]  # among them all that is outside
         self._others = tuple(BlockPlan(name, configs[0]) for name in left)
         self._common: dict[str, Any] = {"model": graph.model, "fingerprint": graph.fingerprint, "cluster": cluster.name}
-        self._batch_size = batch_size
+        self._batch_size = batch_size // shape.pipeline if own_batches else batch_size
+        self._own_batches = own_batches
 
     def plan(self, point: StagePoint, predicted: Prediction) -> ParallelPlan:
         """Return the plan of a point."""
@@ -176,6 +192,7 @@ class _Plans:
             predicted=predicted,
             num_microbatches=self._shape.num_microbatches,
             schedule=self._shape.schedule,
+            own_batches=self._own_batches,
         )
 
 
@@ -183,6 +200,6 @@ def shape_of_plan(plan: ParallelPlan) -> PipelineShape:
     """Return the shape of the pipeline of a plan with stages."""
     assert plan.schedule is not None and plan.batch_size is not None
     level = max(block.config.storage.level for block in plan.blocks)
-    samples = plan.batch_size / plan.num_microbatches
+    samples = plan.batch_size if plan.own_batches else plan.batch_size / plan.num_microbatches
     sizes = plan.mesh.pipeline_size, plan.mesh.data_parallel_size
     return PipelineShape(*sizes, plan.schedule, plan.stages_per_rank, plan.num_microbatches, samples, level)

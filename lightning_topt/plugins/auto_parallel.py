@@ -152,7 +152,7 @@ class AutoParallelStrategy(DataRanks):
         """As ddp does; where the last fit evaluated in shards, in these again, which the device is known to hold."""
         self._open_exchange(None)
         plan = self.parallel_plan
-        if plan is None or plan.keeps_gradients_whole or (plan.num_microbatches > 1 and plan.schedule is None):
+        if plan is None or plan.keeps_gradients_whole or plan.brings_batches:
             super().setup(trainer)
             return
         assert self.accelerator is not None and self.lightning_module is not None

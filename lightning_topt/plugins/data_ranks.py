@@ -1,7 +1,8 @@
 """Ranks along tensor axes, and those that run the stages of one pipeline, are one to the data: they get the same samples, and
 count once in what is averaged or gathered.
 
-Under a plan with microbatches each rank of a tensor group has its own samples, as under ddp, and they run these in turns.
+Where the plan says so, each rank of a tensor group, or of a pipeline, has its own samples, as under ddp: they run these in
+turns, or as microbatches.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.engine_checkpoints import EngineCheckpoints
+from lightning_topt.plugins.pipeline_members import PipelineMembers
 from lightning_topt.plugins.pipeline_steps import PipelineSteps
 from lightning_topt.plugins.read_options import GivenPlan, MeshPlan, PipelinePlan
 from lightning_topt.plugins.turns import Turns
@@ -33,13 +35,14 @@ Output = TypeVar("Output")
 class DataRanks(EngineCheckpoints):
     """A strategy whose mesh may have tensor axes or stages: `_known_mesh` as soon as the plan is given, before the engine.
 
-    It is None where every rank has its own samples; `_turns` are there while a plan of that kind runs, `_pipeline` while one
-    with stages does.
+    It is None where every rank has its own samples; `_turns` or `_members` are there while a plan of that kind runs,
+    `_pipeline` while another one with stages does.
     """
 
     _given_plan: GivenPlan | None = None
     _metrics: tuple[Metric, ...] = ()
     _turns: Turns | None = None
+    _members: PipelineMembers | None = None
     _pipeline: PipelineSteps | None = None
     _accumulates = False
     _example: Example | None = None  # of the last fit under a plan with stages
@@ -49,8 +52,7 @@ class DataRanks(EngineCheckpoints):
         plan = self.parallel_plan or self._given_plan
         if isinstance(plan, MeshPlan | PipelinePlan):
             return plan.mesh(self.world_size, num_nodes=self.num_nodes)
-        is_alike = isinstance(plan, ParallelPlan) and (plan.num_microbatches == 1 or plan.schedule is not None)
-        return plan.mesh if isinstance(plan, ParallelPlan) and is_alike else None
+        return plan.mesh if isinstance(plan, ParallelPlan) and not plan.brings_batches else None
 
     @property
     @override
@@ -70,7 +72,7 @@ class DataRanks(EngineCheckpoints):
 
     @property
     def _data_group(self) -> dist.ProcessGroup | None:
-        runs = self._engine is not None and self._running and self._turns is None
+        runs = self._engine is not None and self._running and self._together is None
         return self._engine.data_group if runs and self._engine is not None else None
 
     @override
@@ -106,9 +108,12 @@ class DataRanks(EngineCheckpoints):
         """Return a step for an engine that is to run stages, and get ready for them; None for other plans. Collective."""
         plan, module, engine = self.parallel_plan, self.lightning_module, self._engine
         assert plan is not None and module is not None and engine is not None
-        self._pipeline = None
+        self._pipeline, self._members = None, None
         if plan.schedule is None:
             return None
+        if plan.own_batches:
+            self._members = PipelineMembers(engine, module, precision=self.precision_plugin, device=self.root_device)
+            return self._members.example(batch)
         self._pipeline = PipelineSteps(engine, module, precision=self.precision_plugin, device=self.root_device)
         if batch is not None:
             self._example = self._pipeline.example(batch)
@@ -119,21 +124,28 @@ class DataRanks(EngineCheckpoints):
         plan, module, engine = self.parallel_plan, self.lightning_module, self._engine
         assert plan is not None and module is not None and engine is not None
         self._turns = None
+        if self._members is not None:
+            self._members.check()
         if plan.num_microbatches > 1 and plan.schedule is None:
             group = own_group(plan.mesh.groups_along(plan.mesh.tensor_axes))
             self._turns = Turns(engine, module, group, device=self.root_device)
 
     def _end_turns(self, *, failed: bool) -> None:
-        if self._turns is not None and not failed:
-            self._turns.end_evaluation()
-        self._turns, self._pipeline = None, None
+        if self._together is not None and not failed:
+            self._together.end_evaluation()
+        self._turns, self._members, self._pipeline = None, None, None
+
+    @property
+    def _together(self) -> Turns | PipelineMembers | None:
+        """Return what runs the batches of several ranks, which evaluate by themselves."""
+        return self._turns or self._members
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         self._accumulates = True
         try:
-            if self._pipeline is not None:
+            if self._pipeline is not None or self._members is not None:
                 yield  # gradients that wait aside are exchanged by then, those of each batch
             elif self._engine is not None and self._running:
                 with self._engine.no_sync():
@@ -147,13 +159,13 @@ class DataRanks(EngineCheckpoints):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._turns is not None:
-            self._turns.begin_evaluation()
+        if self._together is not None:
+            self._together.begin_evaluation()
 
     @override
     def on_validation_end(self) -> None:
-        if self._turns is not None:
-            self._turns.end_evaluation()
+        if self._together is not None:
+            self._together.end_evaluation()
         super().on_validation_end()
 
     @contextmanager
@@ -169,6 +181,9 @@ class DataRanks(EngineCheckpoints):
         if self._pipeline is not None:
             found: STEP_OUTPUT = self._pipeline.training_step(*args, *kwargs.values())
             return found
+        if self._members is not None:
+            own: STEP_OUTPUT = self._members.members_step(*args, *kwargs.values())
+            return own
         if self._turns is None:
             return self._one_step(args, kwargs)
         output: STEP_OUTPUT = self._turns.training_step(self._one_step, (args, kwargs), exchanges=not self._accumulates)
@@ -200,7 +215,7 @@ class DataRanks(EngineCheckpoints):
 
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:
-        if self._engine is None or self._turns is not None:
+        if self._engine is None or self._together is not None:
             yield
             return
         if not self._holds_parts:

@@ -102,11 +102,50 @@ def value_of_member(value: Any, group: dist.ProcessGroup, *, member: int, device
     return _received(packed, forms, group, member, device)
 
 
+def value_for_member(
+    values: Sequence[Any] | None, group: dist.ProcessGroup, *, source: int, device: torch.device
+) -> Any:
+    """Return that of `values`, which the rank at place `source` has for every member of `group`, that is for this rank.
+
+    A collective call. Raises what pickle raises there.
+    """
+    place = dist.get_rank(group)
+    if place == source:
+        assert values is not None
+        for member, value in enumerate(values):
+            if member != source:
+                _send(value, group, member, device)
+        return values[source]
+    box: list[Any] = [None]
+    dist.recv_object_list(box, group=group, group_src=source, device=device)
+    packed, forms = box[0]
+    places = [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
+    for tensor in places:
+        if tensor.numel():
+            dist.recv(tensor.view(-1).view(torch.uint8), group=group, group_src=source)
+    return _unpacked(packed, places, forms, device)
+
+
+def _send(value: Any, group: dist.ProcessGroup, member: int, device: torch.device) -> None:
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(value)
+    dist.send_object_list([(file.getvalue(), packer.forms)], group=group, group_dst=member, device=device)
+    for tensor in packer.tensors:
+        if tensor.numel():
+            sent = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+            dist.send(sent, group=group, group_dst=member)
+
+
 def _received(
     packed: bytes, forms: Sequence[_Form], group: dist.ProcessGroup, member: int, device: torch.device
 ) -> Any:
     places = [torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms]
     _broadcast(places, group, member, device)
+    return _unpacked(packed, places, forms, device)
+
+
+def _unpacked(packed: bytes, places: Sequence[Tensor], forms: Sequence[_Form], device: torch.device) -> Any:
     tensors = [
         tensor.to(device if form.device == device.type else form.device).requires_grad_(form.requires_grad)
         for tensor, form in zip(places, forms, strict=True)

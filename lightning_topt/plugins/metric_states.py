@@ -61,6 +61,19 @@ def take_over(module: nn.Module, changes: Mapping[str, Mapping[str, Any]]) -> No
             setattr(metrics[path], name, value)
 
 
+def states_in_use(module: nn.Module) -> States:
+    """Return the states of the metrics that have counted anything, by path and name."""
+    return {path: _held(metric) for path, metric in _metrics(module).items() if metric._update_count}
+
+
+def count_from(module: nn.Module, states: States) -> None:
+    """Let the metrics of `module` have `states`, those of another rank that are in use; all others begin anew."""
+    for path, metric in _metrics(module).items():
+        if path not in states and metric._update_count:
+            metric.reset()
+    take_over(module, states)
+
+
 @dataclass(frozen=True)
 class _Grown:
     """A list of states is its first `kept` entries as they were, then `entries`."""

@@ -14,7 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torchmetrics import Metric
+from torch.nn.modules.batchnorm import _NormBase
+from torchmetrics import Metric, MetricCollection
 
 from lightning_topt.graph.collective_ops import NAMESPACES
 from lightning_topt.graph.op_graph import OpGraph
@@ -24,21 +25,46 @@ from lightning_topt.plugins.member_batches import check_packs
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _RANKS = frozenset(["global_rank", "local_rank", "node_rank", "is_global_zero", "get_rank", "is_local_zero"])
+_WRITERS = frozenset(
+    ["logger", "loggers", "rank_zero_only", "rank_zero_info", "rank_zero_warn", "rank_zero_deprecation"]
+)
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "forward")
 
 
 def why_no_turns(trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None = None) -> str | None:
     """Return why ranks cannot run the batches of one another, as far as that can be seen before a step runs, as a clause."""
-    module, strategy = trainer.lightning_module, trainer.strategy
+    strategy = trainer.strategy
     if getattr(strategy, "checkpoint_form", "full") != "full":
         return "sharded checkpoints do not know tensor axes"
     if getattr(strategy.precision_plugin, "scaler", None) is not None:
         return "a gradient scaler scales the loss only after the first turns"
+    return _why_not_another_rank(trainer.lightning_module, batch, graph)
+
+
+def why_no_members(trainer: pl.Trainer, batch: Any = None, graph: OpGraph | None = None) -> str | None:
+    """Return why the ranks of a pipeline cannot run the batches of one another, as far as that can be seen before a step runs,
+    as a clause.
+    """
+    module = trainer.lightning_module
+    if reason := _why_not_another_rank(module, batch, graph):
+        return reason
+    if name := _name_in(module, _WRITERS):
+        return f"training_step uses {name}, and what rank 0 writes is known on the last stage's rank"
+    if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        return "batch norm brings ranks with different batches together"
+    if any(isinstance(part, _NormBase) and part.training and part.track_running_stats for part in module.modules()):
+        return "batch norm counts the batches of rank 0 alone under ddp, and would count all of a pipeline's"
+    if any(isinstance(part, MetricCollection) for part in module.modules()):
+        return "a collection of metrics shares states, which are not followed from rank to rank"
+    return None
+
+
+def _why_not_another_rank(module: pl.LightningModule, batch: Any, graph: OpGraph | None) -> str | None:
     if any("backward" in vars(cls) for cls in type(module).__mro__ if not is_library(cls.__module__)):
         return f"{type(module).__name__}.backward may do more with the loss than to differentiate it"
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return "training_step fetches its own batches"
-    if name := _rank_in(module):
+    if name := _name_in(module, _RANKS):
         return f"training_step reads {name}, and another rank would not do the same with its batch"
     if any(_is_compiled(part) for part in module.modules()):
         return "the calls of a compiled module are not seen"
@@ -60,7 +86,7 @@ def why_no_pipeline(trainer: pl.Trainer) -> str | None:
         return f"{type(module).__name__}.backward would get a loss whose gradients exist already"
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return "training_step fetches its own batches"
-    if name := _rank_in(module):
+    if name := _name_in(module, _RANKS):
         return f"training_step reads {name}, and the ranks of a pipeline would not run the same step"
     if any(_is_compiled(part) for part in module.modules()):
         return "the calls of a compiled module are not seen"
@@ -79,8 +105,8 @@ def _collective_in(graph: OpGraph) -> str | None:
     return next((name for name in names if name.partition(".")[0] in NAMESPACES), None)
 
 
-def _rank_in(module: nn.Module) -> str | None:
-    """Return by which name code that `training_step` runs asks for the rank, as far as names tell."""
+def _name_in(module: nn.Module, asked_for: frozenset[str]) -> str | None:
+    """Return which of these names code that `training_step` runs uses, as far as names tell."""
     todo = [getattr(type(module), "training_step", None), *(type(part).forward for part in module.modules())]
     seen: set[types.CodeType] = set()
     while todo:
@@ -89,7 +115,7 @@ def _rank_in(module: nn.Module) -> str | None:
             continue
         seen.add(function.__code__)
         names = _names_in(function.__code__)
-        if asked := sorted(names & _RANKS):
+        if asked := sorted(names & asked_for):
             return asked[0]
         todo += [vars(cls)[name] for cls in type(module).__mro__ for name in names if name in vars(cls)]
         todo += [function.__globals__[name] for name in names if name in function.__globals__]

@@ -190,9 +190,9 @@ class _Passes:
         """Return the loss of a microbatch, scaled; or of a copy of it by a copy of the module, to see what they need."""
         index = self._places.get(id(microbatch))
         if index is None:
-            return _loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
+            return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
         output, calls = self._steps.observed("training_step", microbatch, self._batch_idx)
-        loss = _loss_in(output)
+        loss = loss_in(output)
         self.finished[index] = map_tensors(output, Tensor.detach), calls
         return loss if self.scale == 1 else loss * self.scale
 
@@ -218,7 +218,8 @@ class _Evaluation:
 _EVALUATIONS: dict[str, Any] = {name: type(name, (_Evaluation,), {"name": name}) for name in _CONTEXTS}
 
 
-def _loss_in(output: Any) -> Tensor:
+def loss_in(output: Any) -> Tensor:
+    """Return the loss in what `training_step` returned. Raises ValueError where there is none."""
     if (loss := loss_of(output)) is None:
         raise ValueError(
             f"training_step returned no loss but {type(output).__name__} for a microbatch, which a pipeline cannot leave out; "

@@ -18,7 +18,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_pl
 from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run
 from lightning_topt.plugins.batch_parts import count_samples
-from lightning_topt.plugins.own_batches import why_no_pipeline, why_no_turns
+from lightning_topt.plugins.own_batches import why_no_members, why_no_pipeline, why_no_turns
 from lightning_topt.plugins.pipeline_plan import choose_pipeline, microbatch_of
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
@@ -115,6 +115,11 @@ def _check_features(
 
     if plan.schedule is not None and (reason := why_no_pipeline(trainer)):
         raise PlanError(f"this plan is a pipeline, but {reason}; choose a plan without stages")
+    if plan.own_batches and (reason := why_no_members(trainer)):
+        raise PlanError(
+            f"under this plan ranks run the batches of one another, but {reason}; leave out own_batches, or choose a plan "
+            "without stages"
+        )
 
     def would_shard(parameter: str) -> bool:
         return bool(levels[block_of(parameter, levels)]) or parameter in split

@@ -1,4 +1,5 @@
-"""A search without a plan looks at tensor axes as well, where these may be better than all that data axes offer.
+"""A search without a plan looks at tensor axes as well, where these may be better than all that data axes offer, and then at
+pipelines.
 
 Every rank has its own batch by then, so the ranks of a tensor group run them in turns (see `turns`).
 """
@@ -15,18 +16,13 @@ from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.choose import (
-    TIME_ERROR,
-    TIME_ERROR_SECONDS,
-    NoPlanFitsError,
-    PlanFrontier,
-    PlanPoint,
-    fitting_points,
-)
+from lightning_topt.plan.choose import NoPlanFitsError, PlanFrontier
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
+from lightning_topt.plugins.found_plans import fastest, pays, together
 from lightning_topt.plugins.own_batches import WatchedTrace, why_no_turns
+from lightning_topt.plugins.pipeline_look import look_at_pipelines
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import on_rank_0
@@ -63,23 +59,43 @@ def search_default(
                 raise
             reason = " ".join(str(error).split())
     logging.getLogger(__name__).debug("tensor axes: %s", reason or "searched")
+    no_stages = _stages(request, trainer, batch, search, found)
     planning: Planning | None = None
 
     def decide() -> dict[str, Any]:
         nonlocal planning
-        frontier = _together(found)
+        frontier = together(found)
         try:
             chosen = choose_for(request, frontier, costs.cluster)
         except NoPlanFitsError as error:
-            if reason is None:
+            whys = {
+                "Parameters were not split over tensor axes": reason,
+                "Stages of a pipeline were left out": no_stages,
+            }
+            sentences = [f"{what}: {why}" for what, why in whys.items() if why is not None]
+            if not sentences:
                 raise
-            raise NoPlanFitsError(f"{error}. Parameters were not split over tensor axes: {reason}") from error
+            raise NoPlanFitsError(". ".join([str(error), *sentences])) from error
         planning = Planning(frontier, chosen, graph)
         return planning.chosen.plan.to_dict()
 
     plan = ParallelPlan.from_dict(on_rank_0(decide))
     say(plan)
     return plan, planning
+
+
+def _stages(
+    request: PlanRequest, trainer: pl.Trainer, batch: Any, search: SearchRequest, found: list[PlanFrontier]
+) -> str | None:
+    """Look at pipelines; whatever goes wrong there is a reason against them. A collective call."""
+    try:
+        reason = look_at_pipelines(request, trainer, batch, search, found)
+    except Exception as error:
+        if is_of_collective(error):
+            raise
+        reason = " ".join(str(error).split())
+    logging.getLogger(__name__).debug("pipelines: %s", reason or "searched")
+    return reason
 
 
 def _why_no_look(
@@ -92,11 +108,11 @@ def _why_no_look(
         return "no node has several ranks"
     if not search.optimizer.elementwise:
         return "the optimizer does not update elements one by one"
-    best = _best_seconds(request, search, found)
+    best = fastest(request, search, [found])
     if best is not None and request.objective == "time":
         mesh, samples = data_mesh(ranks), search.graph.batch_size
         step = TrainingStep(search.graph, search.cluster, search.optimizer, mesh, samples, search.kernel_seconds)
-        if not _pays(min(least_seconds(step, size) for size in sizes), best):
+        if not pays(min(least_seconds(step, size) for size in sizes), best):
             return "computation alone takes so long that the rest is not worth it"
     return needs_whole_parameters(request, trainer, search.graph) or why_no_turns(trainer, batch, search.graph)
 
@@ -127,8 +143,8 @@ def _look(
         if watched.changes:
             return "training_step changes objects that the next step finds changed", []
         frontier = search_plans(search)
-        split_best, best = _best_seconds(request, search, frontier), _best_seconds(request, search, found[0])
-        if split_best is None or (best is not None and request.objective == "time" and not _pays(split_best, best)):
+        split_best, best = fastest(request, search, [frontier]), fastest(request, search, found[:1])
+        if split_best is None or (best is not None and request.objective == "time" and not pays(split_best, best)):
             return "no plan with a tensor axis is better", []
         return None, [] if costs.measurements is None else local_graphs(search)
 
@@ -138,29 +154,3 @@ def _look(
     kernels = {**search.kernel_seconds, **costs.measured(graphs)}
     on_rank_0(lambda: found.append(search_plans(dataclasses.replace(search, kernel_seconds=kernels))))
     return None
-
-
-def _best_seconds(request: PlanRequest, search: SearchRequest, found: PlanFrontier) -> float | None:
-    """The least seconds of plans that fit; None where none does."""
-    limit = search.cluster.device.memory_bytes if request.memory_limit is None else request.memory_limit
-    fitting = fitting_points(found.candidates, memory_limit=limit, memory_margin=request.memory_margin)
-    return min((point.step_seconds for point in fitting), default=None)
-
-
-def _pays(seconds: float, best: float) -> bool:
-    """Whether a step of `seconds` would be chosen before the simpler ones of at least `best`; see `choose`."""
-    return seconds * (1 + TIME_ERROR) + TIME_ERROR_SECONDS < best
-
-
-def _together(found: list[PlanFrontier]) -> PlanFrontier:
-    first = found[0]
-    if len(found) == 1:
-        return first
-    points: list[PlanPoint] = [point for frontier in found for point in frontier.points]
-    return PlanFrontier.of(
-        points,
-        uniform=[point for frontier in found for point in frontier.uniform],
-        capture_seconds=first.capture_seconds,
-        search_seconds=sum(frontier.search_seconds for frontier in found),
-        error_bound=max(frontier.error_bound for frontier in found),
-    )

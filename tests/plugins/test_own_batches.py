@@ -19,7 +19,7 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plugins.member_batches import values_of_members
 from lightning_topt.plugins.member_state import LoggedLater, foreign_turn
-from lightning_topt.plugins.own_batches import WatchedTrace, why_no_turns
+from lightning_topt.plugins.own_batches import WatchedTrace, why_no_members, why_no_turns
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.random_states import random_states
 from tests.launch import run_ranks
@@ -174,6 +174,37 @@ def test_fits_whose_ranks_cannot_take_turns(module: L.LightningModule, batch: An
     assert found is None if reason is None else reason in (found or "")
 
 
+class Writing(MLP):
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.logger.log_metrics({})
+        return super().training_step(batch)
+
+
+class Collecting(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = torchmetrics.MetricCollection([torchmetrics.MeanMetric()])
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (MLP(), None),
+        (InStep(), "synchronized in each step"),
+        (Ranked(), "reads global_rank"),
+        (Writing(), "uses logger"),
+        (Collecting(), "a collection of metrics"),
+        (Measuring(), "batch norm counts the batches of rank 0"),
+        (nn.SyncBatchNorm.convert_sync_batchnorm(Measuring()), "brings ranks with different batches together"),
+    ],
+)
+def test_fits_whose_ranks_cannot_share_stages(module: L.LightningModule, reason: str | None) -> None:
+    trainer = make_trainer()
+    trainer.strategy.connect(module)
+    found = why_no_members(trainer, torch.zeros(1))
+    assert found is None if reason is None else reason in (found or "")
+
+
 def reason_of_collective(rank: int) -> str | None:
     trainer, module = make_trainer(), Gathering()
     trainer.strategy.connect(module)
@@ -242,3 +273,4 @@ def too_small(rank: int) -> str:
 def test_where_no_plan_fits_the_error_says_why_none_splits_parameters() -> None:
     for sentence in on_ranks(too_small):
         assert "no plan fits" in sentence and "not split over tensor axes: training_step changes objects" in sentence
+        assert "Stages of a pipeline were left out: " in sentence

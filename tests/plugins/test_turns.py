@@ -122,16 +122,16 @@ class Case:
     width: int = 16
 
 
-def results_of(trainer: Any, module: Rich, seed: int) -> dict[str, Any]:
+def results_of(trainer: Any, module: Rich, seed: int, batches: type[OwnBatches] = OwnBatches) -> dict[str, Any]:
     torch.manual_seed(seed)  # other random numbers on every rank, as other samples would make them
-    trainer.fit(module, OwnBatches(4), OwnBatches(2 + dist.get_rank() % 2, seed=1))
+    trainer.fit(module, batches(4), batches(2 + dist.get_rank() % 2, seed=1))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     plan = getattr(trainer.strategy, "parallel_plan", None)
     return {
         "outputs": [*module.outputs],
         "metrics": metrics,
         "evaluated": module.evaluated,
-        "tested": trainer.test(module, OwnBatches(1, seed=2), verbose=False)[0]["test"],
+        "tested": trainer.test(module, batches(1, seed=2), verbose=False)[0]["test"],
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "plan": plan and plan.to_dict(),
         "planned": (plan and plan.summary(), getattr(trainer.strategy, "planned_by", ""), plan and plan.reason),

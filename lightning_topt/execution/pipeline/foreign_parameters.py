@@ -40,6 +40,7 @@ class ForeignParameters:
         self.holders, self._rank = dict(holders), dist.get_rank(group)
         self.owners = {name: ranks[0] for name, ranks in holders.items()}
         self.names = frozenset(name for name, ranks in holders.items() if self._rank not in ranks)
+        self._is_joined = False
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -74,10 +75,23 @@ class ForeignParameters:
         self.names = frozenset()
 
     @contextmanager
+    def joined(self) -> Generator[None, None, None]:
+        """Within it every rank has all of them, and gives those that it does not keep back at the end."""
+        foreign = self.names
+        self.restore()
+        self._is_joined = True
+        try:
+            yield
+        finally:
+            self._is_joined, self.names = False, foreign
+            self.free()
+
+    @contextmanager
     def whole_on_first(self) -> Generator[None, None, None]:
         """Within it the first rank of the pipeline has all parameters, those of other ranks in host memory."""
         before, parameters = {}, self.parameters
-        for name in sorted(name for name, ranks in self.holders.items() if 0 not in ranks):
+        missing = () if self._is_joined else (name for name, ranks in self.holders.items() if 0 not in ranks)
+        for name in sorted(missing):
             if self._rank == 0 and name in self.names:
                 parameter = parameters[name]
                 value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)

@@ -28,7 +28,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.schedules.forward_only import forward_schedule
 from lightning_topt.schedules.make_schedule import make_schedule
 from lightning_topt.schedules.schedule import Schedule
-from lightning_topt.techniques.tensor_parallel.random_states import draw_alike
+from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, draw_alike
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 _KEPT = 64  # sequences of flows whose messages are known
@@ -54,7 +54,8 @@ class PipelineRun:
         self._programs: dict[Hashable, tuple[Around, ...]] = {}
         self.schedule = self._schedule(plan.num_microbatches, backward=True)
         self.groups = PipelineGroups.of_mesh(plan.mesh)
-        draw_alike(self.groups.row)  # functional operators draw on every rank
+        if not plan.own_batches:
+            draw_alike(self.groups.row)  # functional operators draw on every rank
         names = [[block.block for block in stage.blocks if block.block] for stage in plan.stages]
         self._flows = StepFlows(module, names, device=device)
         (first,) = self._flows.of(example.step, [example.microbatch])
@@ -234,9 +235,25 @@ class PipelineRun:
         finally:
             self._synchronizes = before
 
+    def random_starts(self, states: Sequence[RandomStates]) -> AbstractContextManager[dict[int, RandomStates]]:
+        """Return a context in which microbatch m of a step draws from ``states[m]``; it gives those at the end of each."""
+        return self._flows.order.starting_from(states)
+
+    @property
+    def changed_buffers(self) -> list[str]:
+        """Return the buffers that a step changes."""
+        return sorted(self.layout.buffers)
+
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages to a common norm of at most `max_norm`; returns the norm before."""
         return self._norms.clip(parameters, max_norm, norm_type=norm_type)
+
+    @contextmanager
+    def joined(self) -> Generator[None, None, None]:
+        """Within it all ranks have all parameters, and the buffers that stages have changed."""
+        self._buffers.sync()
+        with self.foreign.joined():
+            yield
 
     def sync_buffers(self) -> None:
         """Give all ranks the buffers that stages have changed."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, random_states, set_random_states
 
 
 class RandomOrder:
@@ -21,6 +23,21 @@ class RandomOrder:
         self._device = device
         self._starts: list[Any] = []
         self._seen: set[tuple[int, int]] = set()
+        self._given: Sequence[RandomStates] | None = None
+        self._ends: dict[int, RandomStates] = {}
+
+    @contextmanager
+    def starting_from(self, states: Sequence[RandomStates]) -> Iterator[dict[int, RandomStates]]:
+        """Let microbatch m of the step within begin at ``states[m]``; yields the states at the end of each one's passes."""
+        before = random_states()
+        self.begin_step()
+        self._given, self._ends = states, {}
+        try:
+            yield self._ends
+        finally:
+            self._given = None
+            self.begin_step()
+            set_random_states(before)
 
     @contextmanager
     def microbatch(self, microbatch_index: int, stage_index: int, *, on_host: bool = False) -> Iterator[None]:
@@ -28,6 +45,11 @@ class RandomOrder:
 
         `on_host`: care for Python's and NumPy's generators too.
         """
+        if self._given is not None:
+            set_random_states(self._given[microbatch_index])
+            yield
+            self._ends[microbatch_index] = random_states()
+            return
         if (stage_index, microbatch_index) in self._seen:
             self.begin_step()
         self._seen.add((stage_index, microbatch_index))

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_topt.execution.pipeline.messages import Around, Message
 from lightning_topt.execution.pipeline.stage_pass import StagePass
@@ -25,7 +26,7 @@ def run_actions(
     ended: Callable[[int], None] = lambda stage: None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[int, Any]:
-    """Run the passes of `program`; returns the results of `last_stage` by microbatch, if it is this rank's.
+    """Run the passes of `program`; returns the results of `last_stage` by microbatch, without graphs, if it is this rank's.
 
     ``passes[m]`` are those of this rank's stages on microbatch m, and ``runs[m]`` runs the user's step on it.
     ``loss_of(m, result)`` is the loss that is differentiated, as a graph. `ended` is called with a stage whose parameters have
@@ -45,7 +46,7 @@ def run_actions(
             for message in step.sends:
                 peers.send(message, output.sent[message.ref])
             if stage == last_stage:
-                results[microbatch] = output.result
+                results[microbatch] = tree_map_only(Tensor, Tensor.detach, output.result)
                 if loss_of is not None:
                     losses[microbatch] = loss_of(microbatch, output.result)
             del received, output

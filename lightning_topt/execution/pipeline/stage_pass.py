@@ -65,7 +65,7 @@ class StagePass:
         stage_of_call: the stage of each call of the flow (see `assign_calls`).
         units: the named blocks.
         order: of random numbers; one object for all passes of a rank.
-        whole: makes whole tensors of those that are in slices in what a unit, or the step, returns.
+        whole: makes whole tensors of those that are in slices, in what later stages need and in what the step returns.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class StagePass:
         check_real((args, kwargs), f"block {path!r} is given")
         state.is_inside = True
         try:
-            result = self._whole(call(*args, **kwargs))
+            result = call(*args, **kwargs)
         finally:
             state.is_inside = False
         self._keep(state, unit.index, result)
@@ -200,7 +200,7 @@ class StagePass:
             ref = TensorRef(index, number)
             if ref not in self._crossings:
                 continue
-            spec = self.flow.spec(ref)
+            spec, tensor = self.flow.spec(ref), self._whole(tensor)
             if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
                 raise self._surprise(state, unit.module)
             if tensor.requires_grad and spec.requires_grad:

@@ -46,7 +46,7 @@ class StepFlows:
     def __init__(self, module: nn.Module, stages: Sequence[Collection[str]], *, device: torch.device) -> None:
         self._module, self._device = module, device
         self._stages = [tuple(blocks) for blocks in stages]
-        self._order = RandomOrder(device)
+        self.order = RandomOrder(device)
         self.whole: Callable[[Any], Any] = lambda value: value  # of tensors that are in slices
         self.joined: Callable[[], AbstractContextManager[Any]] = nullcontext  # within it parameters are whole
         self._submodules = list(module.modules())
@@ -84,7 +84,15 @@ class StepFlows:
             self._modules = _alone(flow, stage_of_call, len(self._stages))
         targets = flow.crossings(stage_of_call)
         crossings = Crossings(targets, {ref: flow.spec(ref) for ref in targets}, stage_of_call)
-        passes = StagePass(self._module, flow, stage_of_call, units=self.units, device=self._device, order=self._order)
+        passes = StagePass(
+            self._module,
+            flow,
+            stage_of_call,
+            units=self.units,
+            device=self._device,
+            order=self.order,
+            whole=lambda value: self.whole(value),  # known once techniques have been applied
+        )
         return StageFlow(flow, stage_of_call, crossings, passes)
 
     def _stages_for(self, flow: StepFlow) -> list[tuple[str, ...]]:

@@ -87,12 +87,41 @@ class Spare(Plain):
         return super().run_blocks(x)
 
 
+class Handing(nn.Sequential):
+    """Returns beside its result what the first block made: in slices, where blocks are split along a tensor axis.
+
+    The first has a parameter more, as T5's has, so that it is not like the others.
+    """
+
+    def forward(self, x: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        hidden = self[0](x)
+        kept = hidden.tanh() * self.scale if kept is None else kept
+        return self[3](self[1](hidden) * kept), kept
+
+
+class Handed(Plain):
+    """Blocks hand what the first one made to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Handing(*block) for block in self.blocks)
+        self.blocks[0].scale = nn.Parameter(torch.ones(()))
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        kept = None
+        for block in self.blocks:
+            more, kept = block(x, kept)
+            x = x + more
+        return x
+
+
 MODELS: dict[str, Callable[[], Plain]] = {
     "plain": Plain,
     "tied": Tied,
     "skips": Skips,
     "normed": Normed,
     "spare": Spare,
+    "handed": Handed,
     "dropout": lambda: Plain(dropout=0.5),
 }
 

@@ -170,6 +170,8 @@ CASES: dict[str, Case] = {
     "tensor 2": Case("tied", plan_of(2, "1f1b", tensor=2), clip=0.1, accumulate=3),
     "tensor 2 zbv": Case("skips", plan_of(2, "zbv", stages=4, tensor=2, recompute=True), sizes=(3, 3, 2), clip=0.1),
     "tensor 2 dropout": Case("dropout", plan_of(2, "zero_bubble", tensor=2)),
+    "tensor 2 handed": Case("handed", plan_of(2, "1f1b", tensor=2)),
+    "tensor 2 handed zero bubble": Case("handed", plan_of(2, "interleaved_zero_bubble", stages=8, tensor=2)),
     "4 ranks": Case("skips", plan_of(4, "1f1b", microbatches=6), sizes=(1, 2, 1, 2, 1, 1)),
     "4 ranks zbv": Case("tied", plan_of(4, "zbv", stages=8), clip=0.1),
 }

@@ -1,0 +1,127 @@
+"""A search without a plan looks at pipelines as well, where these may be better than all that was found before.
+
+Every rank has its own batch by then, so the ranks of a pipeline run these as microbatches (see `pipeline_members`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_topt.execution.pipeline.stage_layout import written_buffers
+from lightning_topt.execution.pipeline.step_flows import StepFlows
+from lightning_topt.plan.choose import NoPlanFitsError, PlanFrontier
+from lightning_topt.plan.member_pipelines import least_member_seconds, search_member_pipelines
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.plan_search import SearchRequest
+from lightning_topt.plugins.found_plans import fastest, seconds_that_pay, together
+from lightning_topt.plugins.own_batches import WatchedTrace, why_no_members
+from lightning_topt.plugins.pipeline_members import takes_index
+from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.planning_ranks import on_rank_0
+from lightning_topt.plugins.searched_plan import capture_on_ranks, choose_for, needs_whole_parameters
+from lightning_topt.plugins.turns import loss_of
+from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
+
+
+def look_at_pipelines(
+    request: PlanRequest, trainer: pl.Trainer, batch: Any, search: SearchRequest, found: list[PlanFrontier]
+) -> str | None:
+    """Add the plans with stages that may be chosen to `found`, on rank 0; or return why there are none, as a clause.
+
+    A collective call.
+    """
+    frontiers: list[PlanFrontier] = []
+
+    def searched() -> str | None:
+        if reason := _why_no_look(request, trainer, batch, search, found):
+            return reason
+        frontier = _search(request, dataclasses.replace(search, evaluates=trainer.enable_validation), found)
+        frontiers.append(frontier)
+        return None if frontier.points else "no plan with stages is better"
+
+    if reason := on_rank_0(searched):
+        return reason
+    watched = WatchedTrace(FunctionTrace())
+    capture_on_ranks(trainer, batch, trace=watched)
+
+    def added() -> str | None:
+        if watched.changes:
+            return "training_step changes objects that the next step finds changed"
+        try:
+            chosen = choose_for(request, together([*found, *frontiers]), search.cluster).plan
+        except NoPlanFitsError:
+            return "they do not fit either"
+        if not chosen.own_batches:
+            return "no plan with stages is better"
+        if reason := why_not_cut(trainer, batch, chosen):
+            return reason
+        found.extend(frontiers)
+        return None
+
+    return on_rank_0(added)
+
+
+def _why_no_look(
+    request: PlanRequest, trainer: pl.Trainer, batch: Any, search: SearchRequest, found: list[PlanFrontier]
+) -> str | None:
+    """Why no plan with stages can be chosen, as a clause; None where one might be."""
+    if not search.optimizer.by_parameter:
+        return "the optimizer does not update each parameter by itself"
+    limit = seconds_that_pay(request, search, found)
+    if limit is not None and least_member_seconds(search) >= limit:
+        return "computation alone takes so long that the rest is not worth it"
+    if _has_words(batch):
+        return "batches hold texts or whole numbers, on which a step may depend, so that each would be traced"
+    return needs_whole_parameters(request, trainer, search.graph) or why_no_members(trainer, batch, search.graph)
+
+
+def _search(request: PlanRequest, search: SearchRequest, found: list[PlanFrontier]) -> PlanFrontier:
+    """The plans that may be chosen: faster by enough, or within a limit that no other plan keeps."""
+    limit = seconds_that_pay(request, search, found)
+    known = [point for frontier in found for point in frontier.candidates]
+    if limit is not None:
+        # Whatever memory the others take: a plan that is not faster by so much is not chosen.
+        known = [dataclasses.replace(known[0], step_seconds=limit, peak_bytes=0.0)]
+    frontier = search_member_pipelines(search, known)
+    if limit is None or not frontier.points:
+        return frontier
+    best = fastest(request, search, [frontier])
+    return frontier if best is not None and best < limit else dataclasses.replace(frontier, points=())
+
+
+def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | None:
+    """Return why the step cannot run in the stages of `plan`, as a clause."""
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    indices = (0,) if takes_index(module) else ()
+
+    def step(model: nn.Module, microbatch: Any) -> Tensor:
+        with trainer.precision_plugin.train_step_context():
+            loss = loss_of(model.training_step(microbatch[0], *indices))  # type: ignore[operator]
+        return torch.zeros(()) if loss is None else loss
+
+    stages = [[block.block for block in stage.blocks if block.block] for stage in plan.stages]
+    try:
+        (flow,) = StepFlows(module, stages, device=device).of(step, [(batch,)])
+    except ValueError as error:
+        return " ".join(str(error).split())
+    if flow.flow.reads_values:
+        return "the step reads values of its batch, so that each would be traced"
+    if written := written_buffers(flow.flow, flow.stage_of_call):
+        return f"training steps change the buffer {sorted(written)[0]!r}, of which ddp keeps what rank 0's batches make"
+    return None
+
+
+def _has_words(batch: Any) -> bool:
+    if isinstance(batch, Mapping):
+        return any(map(_has_words, batch.values()))
+    if isinstance(batch, list | tuple):
+        return any(map(_has_words, batch))
+    if isinstance(batch, str | bytes | int):
+        return not isinstance(batch, bool)
+    return False

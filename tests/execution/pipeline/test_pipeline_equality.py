@@ -1,0 +1,49 @@
+"""A part of the matrix of benchmarks/pipeline_equality.py, and that it finds what is not equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.equality_tables import cell
+from benchmarks.pipeline_cuts import cut
+from benchmarks.pipeline_equality import against_one_process, compare, run_plan
+from benchmarks.pipeline_equality_models import MODELS
+from benchmarks.pipeline_equality_plans import PLANS
+from lightning_topt.schedules.make_schedule import SCHEDULES
+from tests.launch import run_ranks
+
+BY_NAME = {plan.name: plan for plan in PLANS}
+FAST = {"U-Net": "zbv 4", "GPT, dropout": "interleaved_zero_bubble 4", "ResNet": "1f1b 2 x data 2", "T5": "gpipe 4"}
+
+
+def parts(rank: int) -> Any:
+    found = []
+    for model, name in FAST.items():
+        found += compare(rank, names=[model], plans=[BY_NAME[name]])
+    plan, model = BY_NAME["1f1b 4"], MODELS["ResNet"]
+    step = run_plan(rank, model, plan)
+    fewer = replace(plan, microbatches=plan.microbatches // 2)
+    return found, against_one_process(step, model, fewer) if rank == 0 else None
+
+
+def test_pipelines_are_one_process() -> None:
+    found, wrong = run_ranks(parts, 4)[0]
+    assert len(found) == len(FAST)
+    for name, model, value in found:
+        text = cell(value)
+        assert text[0].isdigit() and "**" not in text, (name, model, value)
+    assert "**" in cell(wrong), "statistics of other microbatches count as equal"
+
+
+def test_the_matrix_has_all_schedules_and_numbers_of_stages() -> None:
+    assert {plan.schedule for plan in PLANS} == set(SCHEDULES)
+    assert {2, 3, 4, 8} <= {plan.num_stages for plan in PLANS} and len(BY_NAME) == len(PLANS)
+    assert len(MODELS) >= 5
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, [0, 1, 3]), (0.5, [0, 2, 3])])
+def test_cuts_keep_the_longest_stage_short_within_the_share_of_weights(share: float, expected: list[int]) -> None:
+    assert cut([4.0, 1.0, 3.0, 4.0], [1.0, 4.0, 4.0, 1.0], 3, share=share) == expected

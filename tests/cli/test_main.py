@@ -143,7 +143,7 @@ def test_plan_writes_the_frontier_and_the_plan(cluster, tmp_path):
     assert seconds == sorted(seconds, reverse=True), "no point is dominated"
     assert all(ParallelPlan.from_dict(point["plan"]).mesh.size == point["devices"] == 2 for point in points)
     uniform = [ParallelPlan.from_dict(point["plan"]) for point in frontier["uniform"]]
-    assert {name for plan in uniform for name in plan.mesh.names} == {"data", "tensor"}, "both were searched"
+    assert {name for plan in uniform for name in plan.mesh.names} >= {"data", "tensor"}, "both were searched"
     plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")
     assert plan.reason and plan.predicted.step_seconds <= (1 + TIME_ERROR) * min(seconds) + TIME_ERROR_SECONDS
     assert (tmp_path / "run" / "frontier.png").read_bytes().startswith(b"\x89PNG")

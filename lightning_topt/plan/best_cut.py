@@ -50,7 +50,7 @@ def best_cut(
     ranks, data = mesh.pipeline_size, mesh.data_parallel_size
     if len(blocks.names) < ranks * stages_per_rank:
         raise PlanError(
-            f"{step.graph.model} has {len(blocks.names)} blocks that can be stages of a pipeline "
+            f"{step.graph.model} has {len(blocks.names)} block(s) that can be stages of a pipeline "
             f"({', '.join(blocks.names) or 'none'}), and {ranks * stages_per_rank} stages are wanted: choose fewer stages"
         )
     samples = float(step.graph.batch_size)

@@ -25,9 +25,9 @@ class Point(Protocol):
         """The plan."""
 
 
-def why_split(chosen: Point, fitting: Sequence[Point]) -> str:
-    """Return what splitting parameters over ranks is good for."""
-    if not chosen.plan.mesh.tensor_axes:
+def why_split(chosen: Point, fitting: Sequence[Point], peers: Sequence[Point]) -> str:
+    """Return what splitting parameters over ranks is good for; "" where nothing else was searched."""
+    if not chosen.plan.mesh.tensor_axes or all(point.plan.mesh.tensor_axes for point in peers):
         return ""
     whole = [point for point in fitting if not point.plan.mesh.tensor_axes]
     words = "parameters are split over ranks inside a node"
@@ -36,9 +36,9 @@ def why_split(chosen: Point, fitting: Sequence[Point]) -> str:
     return f"{words}: without that the fastest plan takes {format_seconds(min(point.step_seconds for point in whole))}"
 
 
-def why_staged(chosen: Point, fitting: Sequence[Point]) -> str:
-    """Return what stages are good for."""
-    if chosen.plan.schedule is None:
+def why_staged(chosen: Point, fitting: Sequence[Point], peers: Sequence[Point]) -> str:
+    """Return what stages are good for; "" where nothing else was searched."""
+    if chosen.plan.schedule is None or all(point.plan.schedule is not None for point in peers):
         return ""
     whole = [point for point in fitting if point.plan.schedule is None]
     words = "the model is cut into stages"

@@ -312,8 +312,8 @@ def _neighbours(
         pace = f"is {100 * change:.1f} % slower" if change >= 0 else f"{100 * -change:.1f} % of the time"
         sentences.append(f"the next smaller plan ({smaller.plan.summary()}) saves {saved} and {pace}")
     fitting = fitting_points(peers, memory_limit=memory_limit, memory_margin=memory_margin)
-    sentences += filter(None, [why_compressed(chosen, peers), why_split(chosen, fitting), why_staged(chosen, fitting)])
-    return sentences
+    whys = [why(chosen, fitting, peers) for why in (why_split, why_staged)]
+    return [*sentences, *filter(None, [why_compressed(chosen, peers), *whys])]
 
 
 def _percent(low: float, high: float) -> str:

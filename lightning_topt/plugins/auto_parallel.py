@@ -65,7 +65,8 @@ class AutoParallelStrategy(DataRanks):
             planned.
         plan: run this plan instead of searching: a `ParallelPlan`, a plan file, a mapping, or the name of a uniform plan:
             ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"``, ``"tensor"``, ``"pipeline"``, each also with ``"+recompute"``. A
-            mapping such as ``{"mesh": {"data": 2, "tensor": 4}}`` searches on that mesh. Ranks along a tensor axis get the same
+            mapping such as ``{"mesh": {"data": 2, "tensor": 4}}`` searches on that mesh; beside one with an axis ``"pipeline"``
+            it may give ``"stages"``, ``"schedule"`` and ``"num_microbatches"``. Ranks along a tensor axis get the same
             samples, unless the plan has microbatches, and so do those along a pipeline.
         cluster: a `Cluster`, its YAML file, or a mapping; None measures the one it runs on (about two seconds, the first
             time).

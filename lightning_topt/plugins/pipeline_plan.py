@@ -48,7 +48,7 @@ def choose_pipeline(
     seconds = block_seconds(graph, search.cluster.device, measured=search.kernel_seconds)
     if len(seconds) < num_stages:
         raise PlanError(
-            f"{graph.model} has {len(seconds)} blocks that can be stages of a pipeline ({', '.join(seconds) or 'none'}), and "
+            f"{graph.model} has {len(seconds)} block(s) that can be stages of a pipeline ({', '.join(seconds) or 'none'}), and "
             f"{num_stages} stages are wanted: choose fewer stages, or let the model consist of more submodules that are called "
             "one after the other"
         )

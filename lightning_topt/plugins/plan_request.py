@@ -36,6 +36,10 @@ class PlanRequest:
         exchange = self.plan.gradient_exchange if isinstance(self.plan, ParallelPlan) else None
         if isinstance(self.plan, ParallelPlan):
             self.allowed.check(self.plan)
+        if isinstance(self.plan, MeshPlan | PipelinePlan) and self.allowed.candidates:
+            raise ValueError(
+                "on a given mesh and in a pipeline gradients are exchanged as they are: leave out allow_compression, or plan"
+            )
         if self.own_hook and (exchange is not None or self.allowed.candidates):
             raise ValueError(
                 "a plan's gradient exchange would replace your communication hook: leave out ddp_comm_hook and "

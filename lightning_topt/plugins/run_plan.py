@@ -89,6 +89,11 @@ def _pipeline(request: PlanRequest, trainer: pl.Trainer, batch: Any, given: Pipe
     mesh = on_every_rank(lambda: given.mesh(ranks, num_nodes=trainer.num_nodes))
     part, count = on_every_rank(lambda: microbatch_of(batch, given, mesh))
     samples = count_samples(batch)
+    if samples < count:
+        rank_zero_warn(
+            f"topt: {count} microbatches were asked for, and the first batch of a rank has {samples} sample(s): batches run in "
+            "as many microbatches as they have samples"
+        )
     graph = capture_on_ranks(
         trainer, part, scales=given.sizes is not None and given.microbatches is None and samples > 1
     )

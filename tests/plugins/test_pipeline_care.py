@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "rank": (ReadsRank, {}, "training_step reads global_rank"),
     "backward": (OwnBackward, {}, "OwnBackward.backward would get a loss whose gradients exist already"),
     "manual": (Manual, {}, "manual optimization"),
-    "few blocks": (OneBlock, {}, "has 0 blocks that can be stages of a pipeline .none., and 2 stages are wanted"),
+    "few blocks": (OneBlock, {}, "has 0 block.s. that can be stages of a pipeline .none., and 2 stages are wanted"),
     "ranks": (RecordingGPT, {"stages": 3}, "need 3 ranks or a multiple of that, and this run has 2"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -122,6 +123,9 @@ def fits(rank: int) -> dict[str, Any]:
     module, data, _ = make("gpt")
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         make_trainer(pipeline(2, microbatches=2), devices=2, callbacks=[Interrupted()]).fit(module, data)
+    says = "16 microbatches were asked for, and the first batch of a rank has 8"
+    with pytest.warns(UserWarning, match=says) if rank == 0 else nullcontext():
+        searched(rank, {"mesh": {"pipeline": 2}, "num_microbatches": 16}, 2)
     found["searched"] = searched(rank, {"mesh": {"pipeline": 2}}, 2)
     found["kept"] = searched(rank, {"mesh": {"pipeline": 2}, "schedule": "zbv", "num_microbatches": 4}, 2)
     return found
@@ -157,6 +161,7 @@ def test_modules_as_they_are_train_as_in_one_process() -> None:
         for name in ("searched", "kept"):
             assert_alike(found[name], expected["gpt"])
         assert found["searched"][2]["num_microbatches"] in (2, 4, 8)
+        assert "without which no plan fits" not in found["searched"][2]["reason"]  # no other was looked for
         assert (found["kept"][2]["schedule"], found["kept"][2]["num_microbatches"]) == ("zbv", 4)
         assert len(found["kept"][2]["stages"]) == 4
 

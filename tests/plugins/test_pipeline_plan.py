@@ -79,3 +79,9 @@ def test_plans_by_name() -> None:
     assert read_plan_option("pipeline") == PipelinePlan()
     assert AutoParallelStrategy(plan="pipeline+recompute").request.plan == PipelinePlan(recompute=True)
     assert PipelineStrategy(4, "gpipe", 8).request.plan == PipelinePlan(4, "gpipe", 8)
+
+
+@pytest.mark.parametrize("plan", ["pipeline", {"mesh": {"pipeline": 2}}, {"mesh": {"data": 2}}])
+def test_compression_is_not_ignored_where_it_cannot_be(plan: Any) -> None:
+    with pytest.raises(ValueError, match="leave out allow_compression, or plan"):
+        AutoParallelStrategy(plan=plan, allow_compression=True)

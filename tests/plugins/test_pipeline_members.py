@@ -95,6 +95,11 @@ def test_a_fit_in_stages_is_that_of_ddp(case: Case) -> None:
     ("case", "summary", "reason"),
     [
         (Case(2, options={"cluster": cluster(1, 2, SLOW)}, width=64), "2 stages", "the model is cut into stages"),
+        (
+            Case(4, None, CLIPPED, {"cluster": cluster(1, 4, SLOW)}, 64),
+            "pipeline 2 x data 2, 2 stages",
+            "the model is cut into stages",
+        ),
         (Case(2, options={"cluster": cluster(1, 2, FAST)}), "5 x DDP", "As fast as any plan"),
     ],
 )

@@ -98,6 +98,25 @@ def clocked() -> Iterator[dict[tuple[str, int], list[float]]]:
             setattr(StagePass, kind, original)
 
 
+@contextmanager
+def arrived() -> Iterator[dict[int, int]]:
+    """Within it the bytes of gradients that wait for backward_weight are taken, by stage of this rank."""
+    found: dict[int, int] = {}
+    original = StagePass.backward_input
+
+    def noted(self: StagePass, stage_index: int, microbatch_index: int, *args: Any, **keywords: Any) -> Any:
+        result = original(self, stage_index, microbatch_index, *args, **keywords)
+        if (state := self._passes.get((stage_index, microbatch_index))) is not None and state.weights is not None:
+            found[stage_index] = state.weights.arrived_bytes
+        return result
+
+    StagePass.backward_input = noted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        StagePass.backward_input = original  # type: ignore[method-assign]
+
+
 class Job:
     """One pipeline at a time on these ranks, on microbatches of one size."""
 
@@ -122,7 +141,8 @@ class Job:
         parts = list(zip(*torch.randn(shape).unbind(), strict=True))
         engine.apply(example=Example(loss_of, parts[0]))
         seconds = []
-        engine.run_step(parts, loss_of)  # flows are traced, gradients exist from here on
+        with arrived() as waiting:
+            engine.run_step(parts, loss_of)  # flows are traced, gradients exist from here on
         with clocked() as passes:
             for index in range(steps + 1):
                 if index == 1:
@@ -140,6 +160,7 @@ class Job:
             "seconds": seconds[1:],
             "peak": peak,
             "passes": passes,
+            "waiting": waiting,
             "module": sum(p.nbytes for p in module.parameters()),
         }
 
@@ -228,18 +249,23 @@ def calibrated(job: Job, sizes: Sequence[int], *, per_rank: int, splits: bool, n
     whole, split = CALIBRATION[per_rank]
     few, more = (gathered(job.run(whole, sizes, microbatches=count, steps=4)) for count in (2, 4))
     results, count = few + more, len(sizes)
+    waiting: dict[int, int] = {}
     seconds = {"forward": pass_seconds(results, "forward", count), "backward": pass_seconds(results, "backward", count)}
     if splits:
         results = gathered(job.run(split, sizes, microbatches=4, steps=4))
+        waiting = {stage: nbytes for result in results for stage, nbytes in result["waiting"].items()}
         seconds = {kind: pass_seconds(results, kind, count) for kind in KINDS if kind != "backward"}
         seconds["backward"] = [
             a + b for a, b in zip(seconds["backward_input"], seconds["backward_weight"], strict=True)
         ]
     seconds_of_edge = transfer_seconds(nbytes)
     edges = {(stage, stage + 1): seconds_of_edge for stage in range(count - 1)}
-    costs = StageCosts(**seconds, transfer_seconds=edges)  # type: ignore[arg-type]
+    crossing = dict.fromkeys(edges, float(nbytes))
+    costs = StageCosts(**seconds, transfer_seconds=edges, transfer_bytes=crossing)  # type: ignore[arg-type]
     made = make_schedule(whole, num_ranks=job.ranks, num_microbatches=2, stages_per_rank=per_rank)
-    return replace(costs, **stage_bytes(made, few, more))
+    of_stages = stage_bytes(made, few, more)
+    weights = [nbytes + waiting.get(stage, 0) for stage, nbytes in enumerate(of_stages["activation_bytes"])]
+    return replace(costs, **of_stages, weight_bytes=weights)
 
 
 def stage_bytes(schedule: Schedule, few: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -250,7 +276,7 @@ def stage_bytes(schedule: Schedule, few: Sequence[dict[str, Any]], more: Sequenc
         for stage in stages:
             activation[stage] = (more[rank]["peak"] - few[rank]["peak"]) / 2 / len(stages)
             static[stage] = few[rank]["peak"] / len(stages) - 2 * activation[stage]
-    return {"static_bytes": static, "activation_bytes": activation, "weight_bytes": activation}
+    return {"static_bytes": static, "activation_bytes": activation}
 
 
 if __name__ == "__main__":

@@ -71,6 +71,12 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._draws: list[Draw] = []
         self._own: dict[str, set[int]] = {}
         self._rewritten: set[TensorRef] = set()
+        self._read_first: dict[
+            str, int
+        ] = {}  # buffers: the call that reads each before all others, or follows the read
+        self._written_last: dict[
+            str, int
+        ] = {}  # the call that changes each after all others, or comes before the change
         self._value_read = ""
         self._reads_values = False
         self._has_gradients = torch.is_grad_enabled()
@@ -104,6 +110,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draw = draw_of(func, args, kwargs)
         result = func(*args, **kwargs)
         self.running = None
+        self._note_buffers(inputs)
         if self._at >= 0 and not is_view(func):  # autograd repeats views of an old base where a view is written to
             self._consume(self._calls[self._at], inputs)
         for tensor in written_tensors(func, args, kwargs):
@@ -114,8 +121,15 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (self._draws if self._at < 0 else self._calls[self._at].draws).append(draw)
         return result
 
+    def _note_buffers(self, inputs: Iterable[Tensor]) -> None:
+        for tensor in inputs:
+            if (buffer := self._origins.memory(tensor).buffer) is not None:
+                self._read_first.setdefault(buffer, self._at if self._at >= 0 else len(self._calls))
+
     def _write(self, tensor: Tensor, inputs: list[Tensor]) -> None:
         buffer = self._origins.memory(tensor).buffer
+        if buffer is not None:
+            self._written_last[buffer] = self._at if self._at >= 0 else len(self._calls) - 1
         self._rewritten |= set(self._origins.written(tensor, inputs, inside=self._at))
         if buffer is not None and self._at >= 0:
             self._calls[self._at].writes.add(buffer)
@@ -242,6 +256,11 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = (t for t in tensors_in(left) if is_strided(t) and self._origins.knows(t))
             self.need_at_end([t for t in known if not self._origins.hidden_in(t)])
         self._note_host_draws()
+        for name, last in self._written_last.items():
+            if (first := self._read_first.get(name, last)) < last:
+                is_after = last == len(self._calls) - 1 and name not in self._calls[last].writes
+                second = BETWEEN if is_after else last
+                self._bonds.setdefault((first, second), f"reads buffer {name!r} in the next step as it is changed")
 
     def _note_host_draws(self) -> None:
         if _host_draws() == self._host_state:

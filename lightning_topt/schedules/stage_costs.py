@@ -25,7 +25,8 @@ class StageCosts:
 
     Bytes: `static_bytes` are held all the time; `activation_bytes` from the start of forward to the end of backward (or
     backward_input), with what was received and what was sent; `weight_bytes` from the end of backward_input to the end of
-    backward_weight; `forward_bytes` and `backward_bytes` while a pass runs, beyond those (in either half of a split backward).
+    backward_weight: autograd keeps the whole graph until then, and gradients of what operators with parameters made;
+    `forward_bytes` and `backward_bytes` while a pass runs, beyond those (in either half of a split backward).
     """
 
     forward: Sequence[float]

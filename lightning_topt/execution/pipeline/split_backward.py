@@ -59,6 +59,12 @@ class SplitBackward:
                 handle.remove()
             self._inputs = []
 
+    @property
+    def arrived_bytes(self) -> int:
+        """Bytes of the gradients that are kept from `inputs` to `parameters`, beside the graph."""
+        arrived = (gradient for gradients in self._arrived.values() for gradient in gradients if gradient is not None)
+        return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in arrived}.values())
+
     def _keep(self, node: Node) -> Callable[[Any], None]:
         def keep(gradients: Gradients) -> None:
             self._arrived[node] = gradients

@@ -187,7 +187,14 @@ def _example(plan: ParallelPlan, subject: Subject) -> Example | None:
         with subject.trainer.precision_plugin.forward_context():
             return loss_of(call_training_step(model, part))
 
-    return Example(loss, split_batch(subject.batch, plan.num_microbatches).batches[0])
+    return Example(loss, _microbatches(plan, subject.batch)[0])
+
+
+def _microbatches(plan: ParallelPlan, batch: Any) -> Sequence[Any]:
+    """The microbatches of a plan with stages: parts of a batch, or a batch of each rank, all alike here; else none."""
+    if plan.schedule is None:
+        return ()
+    return (batch,) * plan.num_microbatches if plan.own_batches else split_batch(batch, plan.num_microbatches).batches
 
 
 # ---- closer looks ------------------------------------------------------------------------------------------------------
@@ -226,6 +233,6 @@ def _observe_rank(
     trainer._data_connector.attach_data(model, datamodule=subject.datamodule)
     trainer.precision_plugin.convert_module(model)
     context = trainer.precision_plugin.forward_context
-    parts = split_batch(subject.batch, plan.num_microbatches).batches if plan.schedule is not None else ()
+    parts = _microbatches(plan, subject.batch)
     run = ObservedRun(plan, model, subject.batch, _optimizers_of, device=device, forward_context=context, parts=parts)
     return gather(run.observe())

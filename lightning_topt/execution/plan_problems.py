@@ -98,7 +98,7 @@ def _optimizer_problems(optimizer: Optimizer, *, sharded: Sequence[str], shared:
 def batch_problems(plan: ParallelPlan, *, global_batch_size: int | None, batch_size: int | None) -> Iterator[str]:
     """Yield why a step's samples cannot be divided among the ranks; `batch_size` are those that one rank gets of the data."""
     parts = plan.data_parallel_size  # ranks with samples of their own, which a pipeline divides among its microbatches
-    if plan.schedule is None:
+    if plan.brings_batches:
         parts *= plan.num_microbatches
     if global_batch_size is not None and global_batch_size % parts:
         low, high = global_batch_size // parts * parts, -(-global_batch_size // parts) * parts

@@ -76,9 +76,13 @@ def test_a_plan_with_stages(topt_verify, tmp_path):
     assert [(row["what"], row["count"]) for row in record["messages"]] == [("activations", 4), ("gradients", 4)]
     assert len(record["held"]) == 2 and len(record["held"][0]["ranks"]) == 128
 
-    staged_plan().save(tmp_path / "plan.yaml")
-    code, output, _ = topt_verify(f"plan={tmp_path}/plan.yaml", "devices=2")
-    assert code == 0 and "all 2 ranks of this machine took a step" in output and "than said" not in output
+    for plan in (staged_plan(), replace(staged_plan(), num_microbatches=2, own_batches=True)):
+        plan.save(tmp_path / "plan.yaml")
+        code, output, record = topt_verify(f"plan={tmp_path}/plan.yaml", "devices=2")
+        assert code == 0 and "all 2 ranks of this machine took a step" in output and "than said" not in output
+        assert [row["count"] for row in record["messages"]] == [plan.num_microbatches] * 2
+    code, output, _ = topt_verify(f"plan={tmp_path}/plan.yaml", "global_batch_size=7")
+    assert code == 1 and "a batch of 7 samples cannot be divided evenly over 2" in output
 
 
 def test_ranks_of_this_machine_agree(topt_verify):

@@ -14,7 +14,6 @@ from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.capture import capture
-from lightning_topt.plan.best_cut import best_cut
 from lightning_topt.plan.choose import PlanPoint, choose
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
@@ -207,20 +206,15 @@ def test_a_plan_with_stages_tells_its_shape_and_is_not_explained_by_blocks(reque
         explain_plan(request_of_gpt, point.plan)
 
 
-def test_given_pipelines_are_cut_best(request_of_gpt: SearchRequest) -> None:
-    step = stage_blocks(request_of_gpt).step
-    mesh = PipelineShape(4, 2, "1f1b", 1, 8, 1.0).mesh(NODES)
-    for schedule, per_rank in (("1f1b", 1), ("zero_bubble", 1), ("gpipe", 1)):
-        found = best_cut(step, mesh=mesh, schedule=schedule, num_microbatches=8, stages_per_rank=per_rank)
-        assert [name for stage in found.stages for name in stage] == [f"blocks.{n}" for n in range(6)]
-        assert sorted(map(len, found.stages)) == [1, 1, 2, 2]
-    again = best_cut(step, mesh=mesh, schedule="1f1b", num_microbatches=8, recompute=True)
-    plain = best_cut(step, mesh=mesh, schedule="1f1b", num_microbatches=8)
-    assert again.step_seconds > plain.step_seconds and again.peak_bytes < plain.peak_bytes
-    small = best_cut(step, mesh=mesh, schedule="1f1b", num_microbatches=8, memory_limit=1.0)
-    assert small.peak_bytes <= plain.peak_bytes
-    with pytest.raises(PlanError, match=r"6 blocks .* and 8 stages are wanted"):
-        best_cut(step, mesh=mesh, schedule="interleaved", num_microbatches=8, stages_per_rank=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "gpipe"])
+def test_given_pipelines_are_cut_best(request_of_gpt: SearchRequest, schedule: str) -> None:
+    wanted = PipelineRequest(4, schedule, 8, ranks=4)
+    found = search_plans(replace(request_of_gpt, device_counts=(8,), pipelines=wanted)).points
+    fastest = min(found, key=lambda point: point.step_seconds).plan
+    names = [[block.block for block in stage.blocks if block.block.startswith("blocks.")] for stage in fastest.stages]
+    assert [name for stage in names for name in stage] == [f"blocks.{n}" for n in range(6)]
+    assert sorted(map(len, names)) == [1, 1, 2, 2]
+    assert {(p.plan.schedule, p.plan.num_microbatches, p.plan.mesh.pipeline_size) for p in found} == {(schedule, 8, 4)}
 
 
 def test_simpler_pipelines_are_preferred_where_others_gain_little(request_of_gpt: SearchRequest) -> None:

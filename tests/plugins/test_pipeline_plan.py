@@ -1,31 +1,15 @@
-"""A pipeline by its number of stages: sizes are checked when it is given, and stages take as equally long as blocks allow."""
+"""A pipeline by its number of stages: sizes are checked when it is given."""
 
 from __future__ import annotations
 
-import itertools
-import random
 from typing import Any
 
 import pytest
 
 from lightning_topt import AutoParallelStrategy, PipelineStrategy
 from lightning_topt.plan.parallel_plan import PlanError
-from lightning_topt.plugins.pipeline_plan import choose_microbatches, cut_evenly
+from lightning_topt.plugins.pipeline_plan import choose_microbatches
 from lightning_topt.plugins.read_options import PipelinePlan, read_plan_option
-
-
-def test_cuts_are_those_of_brute_force() -> None:
-    rng = random.Random(0)
-    for _ in range(60):
-        seconds = [rng.choice([0.0, 1.0, rng.random()]) for _ in range(rng.randint(1, 7))]
-        parts = rng.randint(1, len(seconds))
-
-        def cost(ends: Any) -> tuple[float, float]:
-            sums = [sum(seconds[a:b]) for a, b in itertools.pairwise((0, *ends))]  # noqa: B023
-            return max(sums), sum(one**2 for one in sums)
-
-        every = ((*ends, len(seconds)) for ends in itertools.combinations(range(1, len(seconds)), parts - 1))
-        assert cost(cut_evenly(seconds, parts)) == pytest.approx(min(map(cost, every)))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.cluster import Cluster, Device, Link, NodeType
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
+from lightning_topt.frontier.brute_force import brute_force_stages
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.capture import capture
 from lightning_topt.plan.best_cut import best_cut
@@ -241,3 +242,45 @@ def test_a_batch_that_no_data_axis_divides_may_have_a_pipeline(request_of_gpt: S
     for nothing in (replace(few, pipelines=None), replace(few, global_batch_size=3)):
         with pytest.raises(ValueError, match="cannot be divided evenly over 8 devices"):
             search_plans(nothing)
+
+
+def mixed(*, slower: float) -> Cluster:
+    """Two nodes of two devices, the devices of the second slower."""
+    slow = replace(DEVICE, name="slow", flops={"float32": 1e12 / slower}, memory_bandwidth=1e12 / slower)
+    nodes = [NodeType(DEVICE, 2, 1), NodeType(slow, 2, 1)]
+    return Cluster.of_nodes(nodes, name="mixed", intra=NODES.intra, inter=Link(1e-6, 1e10))
+
+
+def test_two_kinds_of_nodes_get_uneven_stages(request_of_gpt: SearchRequest) -> None:
+    wanted = PipelineRequest(schedule="1f1b", stages=2, microbatches=8)
+    request = replace(request_of_gpt, device_counts=(4,), pipelines=wanted)
+    counts = []
+    for slower in (1.0, 5.0):
+        found = search_plans(replace(request, cluster=mixed(slower=slower)))
+        (plan,) = {point.plan for point in found.points[-1:]}
+        counts.append([sum(bool(block.block) for block in stage.blocks) for stage in plan.stages])
+    assert counts == [[3, 3], [5, 1]]
+
+
+def test_stages_on_two_kinds_of_nodes_equal_brute_force(request_of_gpt: SearchRequest) -> None:
+    request = replace(request_of_gpt, cluster=mixed(slower=3.0))
+    blocks = stage_blocks(request)
+    for shape in (PipelineShape(2, 2, "1f1b", 1, 8, 2.0), PipelineShape(4, 1, "gpipe", 1, 8, 1.0)):
+        table = stage_table(blocks, shape)
+        assert len(table.variants) == 2 and len(table.links) == shape.pipeline - 1
+        found = [(point.step_seconds, point.peak_bytes) for point in search_stages(table).points]
+        np.testing.assert_allclose(found, brute_force_stages(table), rtol=1e-9)
+        points = search_stages(table).points
+        simulated = step_seconds_of(stage_seconds(blocks, shape, points), shape)
+        assert simulated is not None
+        np.testing.assert_allclose(simulated, [point.step_seconds for point in points], rtol=0.3)
+
+
+def test_a_stage_on_both_kinds_of_nodes_is_as_slow_as_the_slower_one(request_of_gpt: SearchRequest) -> None:
+    cluster = mixed(slower=3.0)
+    blocks = stage_blocks(replace(request_of_gpt, cluster=cluster))
+    shape = PipelineShape(2, 2, "1f1b", 1, 8, 2.0)
+    assert [shape.kinds_of([s], cluster) for s in (0, 1)] == [(0,), (1,)] and shape.kinds_of([0, 1], cluster) == (0, 1)
+    fast, slow, both = (blocks.on(kinds).passes(2.0).forward for kinds in ((0,), (1,), (0, 1)))
+    assert (slow > 1.5 * fast).all() and (both == slow).all() and (blocks.passes(2.0).forward == slow).all()
+    assert blocks.on((0,)).step.kernel_seconds == {} and stage_blocks(request_of_gpt).on(()).kinds == blocks.kinds

@@ -23,6 +23,7 @@ from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes
 from lightning_topt.plan.plan_explanation import explain_plan
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_bounds import fewest_bytes, least_priced
+from lightning_topt.plan.stage_explanation import explain_stages
 from lightning_topt.plan.stage_tables import PipelineShape, stage_table
 from lightning_topt.plan.staged_plans import shape_of_plan, stage_seconds, step_seconds_of
 from lightning_topt.schedules.make_schedule import SCHEDULES
@@ -284,3 +285,20 @@ def test_a_stage_on_both_kinds_of_nodes_is_as_slow_as_the_slower_one(request_of_
     fast, slow, both = (blocks.on(kinds).passes(2.0).forward for kinds in ((0,), (1,), (0, 1)))
     assert (slow > 1.5 * fast).all() and (both == slow).all() and (blocks.passes(2.0).forward == slow).all()
     assert blocks.on((0,)).step.kernel_seconds == {} and stage_blocks(request_of_gpt).on(()).kinds == blocks.kinds
+
+
+def test_stages_are_explained_by_what_they_take(request_of_gpt: SearchRequest) -> None:
+    found = search_plans(replace(request_of_gpt, pipelines=PipelineRequest(schedule="1f1b")))
+    point = found.points[-1]
+    stages = explain_stages(request_of_gpt, point.plan)
+    assert [name for stage in stages for name in stage.blocks] == [f"blocks.{n}" for n in range(6)]
+    assert [stage.rank for stage in stages] == [*range(point.plan.mesh.pipeline_size)]
+    assert stages[0].seconds["receive"] == 0 < stages[1].seconds["receive"]
+    assert all(0 <= stage.bubble < 1 and stage.seconds["backward"] > stage.seconds["forward"] for stage in stages)
+    parts = [stage.peak_parts for stage in stages]
+    most = max(p["static"] + max(p["activations"] + p["running"], p["update"]) for p in parts)
+    graph = request_of_gpt.graph
+    fixed = graph.buffer_bytes + graph.input_bytes.at(point.plan.batch_size)
+    assert most + fixed == pytest.approx(point.peak_bytes, rel=1e-5)
+    with pytest.raises(PlanError, match="use explain_plan"):
+        explain_stages(request_of_gpt, search_plans(replace(request_of_gpt, pipelines=None)).points[0].plan)

@@ -7,7 +7,8 @@ YAML is a plain mapping, so the files in ``conf/cluster`` are a Hydra config gro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from lightning_topt.basics.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve, CurveKey
+from lightning_topt.costs.node_types import ClusterError, Device, Link, NodeType, slowest_device, slowest_link
 from lightning_topt.costs.plain_values import (
     check_plain,
     dump_yaml,
@@ -28,61 +30,12 @@ from lightning_topt.costs.plain_values import (
     whole,
 )
 
-
-class ClusterError(ValueError):
-    """A cluster description that cannot be read; says which entry and what to write instead."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """One accelerator, or the share of a CPU that one rank gets.
-
-    `flops` is the achieved FLOP/s of matrix products by dtype (``"float32"``); a dtype that is not listed runs at the
-    rate of ``"float32"``. `memory_bandwidth` is in bytes/s, `op_overhead_seconds` what one kernel costs at least,
-    `process_bytes` is what a training rank keeps beside tensors (on CPUs: objects, buffers of libraries), `price_per_hour`
-    in any currency. `page_fault_seconds_per_byte` is what a byte costs that is taken anew from the operating system, which
-    plans under a memory limit do for every tensor on CPUs (`execution.allocator`), `framework_seconds` what a kernel of a
-    step costs beyond itself where the host does not run ahead of the device: modules, autograd, Python (CPUs),
-    `launch_seconds` what the host takes for a kernel of a step where it does (accelerators).
-    """
-
-    name: str
-    memory_bytes: int
-    flops: Mapping[str, float]
-    memory_bandwidth: float
-    op_overhead_seconds: float = 0.0
-    price_per_hour: float | None = None
-    process_bytes: int = 0
-    page_fault_seconds_per_byte: float = 0.0
-    framework_seconds: float = 0.0
-    launch_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if "float32" not in self.flops:
-            raise ClusterError("device.flops needs a rate for float32")
-        if not all(value > 0 for value in (self.memory_bytes, self.memory_bandwidth, *self.flops.values())):
-            raise ClusterError("device: memory_bytes, memory_bandwidth and every rate in flops must be positive")
-
-    def flops_of(self, dtype: str) -> float:
-        """Return the FLOP/s of matrix products of `dtype`."""
-        return self.flops.get(dtype, self.flops["float32"])
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link is what one rank gets of a network: seconds before the first byte, then bytes per second."""
-
-    latency_seconds: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        if not (self.bandwidth > 0 and self.latency_seconds >= 0):
-            raise ClusterError("a link's bandwidth must be positive, and its latency at least 0 seconds")
+__all__ = ["Cluster", "ClusterError", "Device", "Link", "NodeType"]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal devices.
+    """Nodes of equal devices; or of several kinds, `nodes` (see `of_nodes`), of which the entries here are the slowest.
 
     `intra` joins the devices of a node, `inter` the nodes (None with a single node), both per rank: a node's network is
     shared by its devices. `collectives` are measured curves by (collective, size, stride) of the group, of all groups
@@ -101,8 +54,22 @@ class Cluster:
     overlap: float = 0.0
     backend: str = "nccl"
     source: str = ""
+    nodes: tuple[NodeType, ...] = ()
+
+    @classmethod
+    def of_nodes(cls, nodes: Sequence[NodeType], *, intra: Link, **entries: Any) -> Cluster:
+        """Return a cluster of several kinds of nodes, whose ranks are in the order of `nodes`; `entries` are the others of a
+        cluster.
+
+        Stages of a pipeline run on the devices of their ranks. All else is as if every device was like the slowest, joined
+        as by the slowest `intra`, and as many on a node as divide the devices of each.
+        """
+        nodes = tuple(node if node.intra else dataclasses.replace(node, intra=intra) for node in nodes)
+        return cls(**_common(nodes, intra), nodes=nodes, **entries)
 
     def __post_init__(self) -> None:
+        if self.nodes and any(getattr(self, name) != value for name, value in _common(self.nodes, self.intra).items()):
+            raise ClusterError("a cluster of several kinds of nodes is made by Cluster.of_nodes")
         if self.devices_per_node < 1 or self.num_nodes < 1:
             raise ClusterError("devices_per_node and num_nodes must be at least 1")
         if self.num_nodes > 1 and self.inter is None:
@@ -123,9 +90,27 @@ class Cluster:
         """Devices of all nodes together."""
         return self.devices_per_node * self.num_nodes
 
+    def node_of(self, rank: int) -> tuple[int, int]:
+        """Return the kind of the node of a rank, its place in `nodes` (0 without), and the number of the node."""
+        before = 0
+        for kind, node in enumerate(self.nodes):
+            if rank < node.count * node.devices_per_node:
+                return kind, before + rank // node.devices_per_node
+            rank, before = rank - node.count * node.devices_per_node, before + node.count
+        return 0, before + rank // self.devices_per_node
+
+    def of_kinds(self, kinds: Sequence[int]) -> Cluster:
+        """Return a cluster as slow as the slowest of these kinds of nodes, as one of equal devices."""
+        if not self.nodes:
+            return self
+        common = _common([self.nodes[kind] for kind in kinds], self.intra)
+        return dataclasses.replace(self, nodes=(), device=common["device"], intra=common["intra"])
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values in base units, as `save` writes them."""
         data = dataclasses.asdict(dataclasses.replace(self, collectives={}))
+        for name in ("device", "devices_per_node", "num_nodes") if self.nodes else ("nodes",):
+            del data[name]
         data["collectives"] = [
             {"op": op, "group_size": size, "stride": stride, "bytes": [*curve.sizes], "seconds": [*curve.seconds]}
             for (op, size, stride), curve in self.collectives.items()
@@ -156,6 +141,18 @@ class Cluster:
             raise ClusterError(f"cannot read the cluster {shown(str(path))}: {one_line(error)}") from error
 
 
+def _common(nodes: Sequence[NodeType], intra: Link) -> dict[str, Any]:
+    """The entries of a cluster that all `nodes` can be said to have."""
+    per_node = math.gcd(*(node.devices_per_node for node in nodes))
+    counts = [node.count * node.devices_per_node for node in nodes]
+    return {
+        "device": slowest_device([node.device for node in nodes], counts),
+        "devices_per_node": per_node,
+        "num_nodes": sum(counts) // per_node,
+        "intra": slowest_link([node.intra or intra for node in nodes]),
+    }
+
+
 _REQUIRED = object()
 
 
@@ -182,20 +179,41 @@ class _Entries:
 
 def _cluster(data: Any) -> Cluster:
     entries = _Entries(data, "cluster")
-    cluster = Cluster(
-        name=entries.take("name", text),
-        device=entries.take("device", _device),
-        devices_per_node=(devices := entries.take("devices_per_node", whole)),
-        num_nodes=entries.take("num_nodes", whole, 1),
-        intra=entries.take("intra", _link),
+    name, intra = entries.take("name", text), entries.take("intra", _link)
+    nodes = entries.take("nodes", _nodes, ())
+    if nodes:
+        common = _common(nodes, intra)
+        make: Callable[..., Cluster] = partial(Cluster.of_nodes, nodes, intra=intra)
+    else:
+        common = {
+            "device": entries.take("device", _device),
+            "devices_per_node": entries.take("devices_per_node", whole),
+            "num_nodes": entries.take("num_nodes", whole, 1),
+        }
+        make = partial(Cluster, **common, intra=intra)
+    curves = partial(_collectives, devices_per_node=common["devices_per_node"])
+    cluster = make(
+        name=name,
         inter=entries.take("inter", _link, None),
-        collectives=entries.take("collectives", partial(_collectives, devices_per_node=devices), {}),
+        collectives=entries.take("collectives", curves, {}),
         overlap=entries.take("overlap", number, 0.0),
         backend=entries.take("backend", text, "nccl"),
         source=entries.take("source", text, ""),
     )
     entries.finish()
     return cluster
+
+
+def _nodes(data: Any, *, name: str) -> tuple[NodeType, ...]:
+    found = []
+    for index, entry in enumerate(_list(data, name=name)):
+        entries = _Entries(entry, f"{name}[{index}]")
+        sizes = entries.take("devices_per_node", whole), entries.take("count", whole, 1)
+        found.append(NodeType(entries.take("device", _device), *sizes, entries.take("intra", _link, None)))
+        entries.finish()
+    if not found:
+        raise ClusterError(f"{name} must list at least one kind of nodes; leave it out where all nodes are equal")
+    return tuple(found)
 
 
 def _device(data: Any, *, name: str) -> Device:
@@ -257,6 +275,6 @@ def _rates(data: Any, *, name: str) -> dict[str, float]:
 
 
 def _list(data: Any, *, name: str) -> list[Any]:
-    if not isinstance(data, list | tuple):
+    if not isinstance(data, Sequence) or isinstance(data, str | bytes):  # Hydra's lists are no `list`
         raise ClusterError(f"{name} must be a list, got {shown(data)}")
     return list(data)

@@ -42,7 +42,7 @@ def explain_plan(request: SearchRequest, plan: ParallelPlan) -> PlanExplanation:
     """
     if plan.schedule is not None:
         raise PlanError(
-            "blocks of a plan with stages are not explained one by one; a simulation of its schedule shows them"
+            "blocks of a plan with stages are not explained one by one: explain_stages says what each stage takes"
         )
     step = step_of(request, plan)
     plain: dict[str, Any] = dict.fromkeys(("parameters", "inputs", "outputs", "sums", "gathers"), ())

@@ -54,7 +54,8 @@ class SearchRequest:
         shards: whether gradients and parameters may be sharded; else they stay whole on every rank.
         exchanges: ways to exchange whole gradients that may be chosen besides DDP's all-reduce; those that a number of ranks
             cannot have are left out there.
-        kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch size.
+        kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch size, and not asked on clusters
+            of several kinds of nodes.
         returns_memory: every plan is to keep a memory limit (see `TrainingStep`); plans that shard gradients always do so.
         capture_seconds: what making `graph` took, for the record.
         max_seconds: CPU seconds of the search for one number of devices, after which the best plans so far are returned with
@@ -88,6 +89,11 @@ class SearchRequest:
     layout: str = ""
     pipelines: PipelineRequest | None = None
     epsilon: float = 0.0
+
+    @property
+    def kernels(self) -> Mapping[KernelKey, float]:
+        """The measured kernels, none on a cluster of several kinds of nodes: one kind measured them."""
+        return {} if self.cluster.nodes else self.kernel_seconds
 
 
 def search_plans(request: SearchRequest) -> PlanFrontier:
@@ -194,7 +200,7 @@ def _limits(request: SearchRequest) -> dict[str, Any]:
 def stage_blocks(request: SearchRequest) -> StageBlocks:
     """Return the chain of blocks that stages of a pipeline share out."""
     samples = request.graph.batch_size
-    common = request.graph, request.cluster, request.optimizer, data_mesh(1), samples, request.kernel_seconds
+    common = request.graph, request.cluster, request.optimizer, data_mesh(1), samples, request.kernels
     return StageBlocks(TrainingStep(*common, returns_memory=request.returns_memory))
 
 
@@ -258,7 +264,7 @@ def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Ite
         return any(known.may_gain(chain.table) for space in spaces for chain in space.chains())
 
     # Of kernels that are measured no formula is a bound.
-    for step, others in _tensor_steps(request, count, None if request.kernel_seconds else is_needed):
+    for step, others in _tensor_steps(request, count, None if request.kernels else is_needed):
         yield from spaces_of(step, others, shards=request.shards)
 
 
@@ -266,7 +272,7 @@ def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
     """Return the step of a data rank of `mesh`, with nothing split."""
     batches = mesh.ranks_along(mesh.tensor_axes) if request.own_batches else 1
     samples = max(request.global_batch_size // (mesh.data_parallel_size * batches), 1)
-    common = request.graph, request.cluster, request.optimizer, mesh, samples, request.kernel_seconds
+    common = request.graph, request.cluster, request.optimizer, mesh, samples, request.kernels
     return TrainingStep(*common, returns_memory=request.returns_memory, num_microbatches=batches)
 
 

@@ -7,6 +7,7 @@ blocks read is kept by every stage that has one of them (`shared`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,9 +56,23 @@ class Once:
 
 @dataclass(frozen=True, eq=False)
 class StageBlocks:
-    """The chain of blocks of `step`, whatever its mesh and batch are."""
+    """The chain of blocks of `step`, whatever its mesh and batch are; `every` is the one of all kinds of nodes where this is
+    the one of some.
+    """
 
     step: TrainingStep
+    every: StageBlocks | None = None
+
+    def on(self, kinds: tuple[int, ...]) -> StageBlocks:
+        """Return the chain on the slowest devices of these kinds of nodes (`Cluster.nodes`); the same where all are equal."""
+        if not self.step.cluster.nodes:
+            return self
+        if kinds not in self._on_kinds:
+            other = StageBlocks(replace(self.step, cluster=self.step.cluster.of_kinds(kinds)), self)
+            for name in ("names", "crossings", "uses", "_owned", "_weight_shares"):
+                other.__dict__[name] = getattr(self, name)
+            self._on_kinds[kinds] = other
+        return self._on_kinds[kinds]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -100,9 +115,15 @@ class StageBlocks:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """A number for each block, from 0 in order; equal for blocks that take the same on any mesh and microbatch."""
+        if self.every is not None:
+            return self.every.kinds
         known: dict[object, int] = {}
-        passes, step = self.passes(self.step.batch_size), self.step
-        times = np.stack([passes.forward, passes.backward, passes.kept, passes.hump, passes.recomputed_kept], axis=1)
+        count, step = len(self.step.cluster.nodes), self.step
+        # Ranks of a stage are neighbours, and so are the kinds of their nodes.
+        several = [tuple(range(a, b)) for a, b in itertools.combinations(range(count + 1), 2)]
+        of_kinds = [self.on(kinds).passes(step.batch_size) for kinds in several or [()]]
+        rows = [(each.forward, each.backward, each.kept, each.hump, each.recomputed_kept) for each in of_kinds]
+        times = np.stack([*itertools.chain.from_iterable(rows)], axis=1)
         found = []
         for n, name in enumerate(self.names):
             owned = tuple((p.shape, p.dtype, p.trainable, step.optimizer.updates.get(p.name)) for p in self.owned[n])
@@ -113,6 +134,10 @@ class StageBlocks:
         return tuple(found)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _on_kinds(self) -> dict[tuple[int, ...], StageBlocks]:
+        return {}
 
     @cached_property
     def _passes(self) -> dict[float, Passes]:

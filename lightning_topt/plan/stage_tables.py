@@ -72,11 +72,21 @@ class PipelineShape:
 
     def link_before(self, stage: int, cluster: Cluster) -> str:
         """Return which of `LINKS` the slowest ranks of a stage receive through, from the stage before."""
-        per_node, ranks = cluster.devices_per_node, [self.ranks[s] * self.data for s in (stage - 1, stage)]
-        if ranks[0] == ranks[1]:
+        if self.ranks[stage - 1] == self.ranks[stage]:
             return "none"
-        crosses = any((ranks[0] + row) // per_node != (ranks[1] + row) // per_node for row in range(self.data))
+        pairs = zip(self._ranks_of(stage - 1), self._ranks_of(stage), strict=True)
+        crosses = any(cluster.node_of(a)[1] != cluster.node_of(b)[1] for a, b in pairs)
         return "inter" if crosses else "intra"
+
+    def kinds_of(self, stages: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
+        """Return the kinds of nodes (`Cluster.nodes`) that run `stages`; none where all are equal."""
+        if not cluster.nodes:
+            return ()
+        return tuple(sorted({cluster.node_of(rank)[0] for stage in stages for rank in self._ranks_of(stage)}))
+
+    def _ranks_of(self, stage: int) -> range:
+        first = self.ranks[stage] * self.data
+        return range(first, first + self.data)
 
 
 def stage_table(blocks: StageBlocks, shape: PipelineShape, *, recomputes: Sequence[bool] = (False, True)) -> StageTable:
@@ -85,35 +95,55 @@ def stage_table(blocks: StageBlocks, shape: PipelineShape, *, recomputes: Sequen
 
     Raises ValueError for fewer blocks than stages, and for microbatches that the graph says nothing about.
     """
-    cluster, rates, graph = blocks.step.cluster, shape.rates, blocks.step.graph
-    once, per_rank = blocks.once(shape.rows, shape.level), shape.stages_per_rank
+    cluster, rates, graph, count = blocks.step.cluster, shape.rates, blocks.step.graph, shape.num_stages
+    on = [shape.kinds_of([s], cluster) for s in range(count)]
+    several = [*dict.fromkeys(on)]
+    into = links_of(shape, cluster)
+    links = [*dict.fromkeys(into)]
+    received = np.round(blocks.crossing_bytes(shape.samples)[0])
+    stages = tuple(
+        StageKind((several.index(kinds),), float(held), links.index(link))
+        for kinds, held, link in zip(on, rates.held, into, strict=True)
+    )
+    rank_samples = shape.samples * shape.num_microbatches
+    shared = blocks.once(shape.rows, shape.level).shared
+    splits = SCHEDULES[shape.schedule].splits_backward
+    return StageTable(
+        tuple(_variant(blocks.on(kinds), shape, tuple(recomputes)) for kinds in several),
+        stages,
+        tuple(
+            _link(rates, transfer_seconds(blocks.on(kinds), shape)[link].sum(axis=0), received * (link != "none"))
+            for kinds, link in links
+        ),
+        rates.lead,
+        rates.load,
+        float(shape.stages_per_rank),
+        None if shared is None else shared * shape.stages_per_rank,
+        fixed_seconds=(2 + splits) * PASS_SECONDS * (count * rates.lead + rates.load),
+        fixed_bytes=graph.buffer_bytes + graph.input_bytes.at(rank_samples) + cluster.device.process_bytes,
+    )
+
+
+def links_of(shape: PipelineShape, cluster: Cluster) -> list[tuple[tuple[int, ...], str]]:
+    """Return through what each stage receives: the kinds of nodes at both ends, and one of `LINKS`.
+
+    The first stage receives nothing, through whatever link.
+    """
+    before = [max(s, 1) for s in range(shape.num_stages)]
+    return [(shape.kinds_of([s - 1, s], cluster), shape.link_before(s, cluster)) for s in before]
+
+
+def _variant(blocks: StageBlocks, shape: PipelineShape, recomputes: tuple[bool, ...]) -> StageVariant:
+    """Stages on the devices of `blocks`."""
+    rates, once = shape.rates, blocks.once(shape.rows, shape.level)
     splits = SCHEDULES[shape.schedule].splits_backward
     # A recomputed block would recompute in either half of its backward.
-    chain = blocks.chain(shape.samples, recomputes=(False,) if splits else tuple(recomputes))
+    chain = blocks.chain(shape.samples, recomputes=(False,) if splits else recomputes)
     kinds = [blocks.kinds.index(kind) for kind in range(max(blocks.kinds) + 1)]
     weights = rates.weights * blocks.passes(shape.samples).weights[kinds] if splits else np.zeros(len(kinds))
     weights = np.minimum(weights, [rates.lead * block.seconds.min() for block in chain.blocks])
-    own = np.stack([once.seconds, once.static, once.update])[:, kinds] * per_rank
-    variant = StageVariant(chain, -weights, weights + np.round(own[0], 9), np.round(own[1]), np.round(own[2]))
-    crossing = transfer_seconds(blocks, shape)
-    received = np.round(blocks.crossing_bytes(shape.samples)[0])
-    # The first stage receives nothing, through whatever link.
-    stages = tuple(
-        StageKind((0,), float(held), LINKS.index(shape.link_before(max(s, 1), cluster)))
-        for s, held in enumerate(rates.held)
-    )
-    rank_samples = shape.samples * shape.num_microbatches
-    return StageTable(
-        (variant,),
-        stages,
-        tuple(_link(rates, crossing[link].sum(axis=0), received * (link != "none")) for link in LINKS),
-        rates.lead,
-        rates.load,
-        float(per_rank),
-        None if once.shared is None else once.shared * per_rank,
-        fixed_seconds=(2 + splits) * PASS_SECONDS * (shape.num_stages * rates.lead + rates.load),
-        fixed_bytes=graph.buffer_bytes + graph.input_bytes.at(rank_samples) + cluster.device.process_bytes,
-    )
+    own = np.stack([once.seconds, once.static, once.update])[:, kinds] * shape.stages_per_rank
+    return StageVariant(chain, -weights, weights + np.round(own[0], 9), np.round(own[1]), np.round(own[2]))
 
 
 def transfer_seconds(blocks: StageBlocks, shape: PipelineShape) -> dict[str, Array]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.frontier.stage_search import StagePoint
@@ -16,7 +17,7 @@ from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction, StagePlan
 from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes, search_pipelines, why_no_pipeline
 from lightning_topt.plan.stage_blocks import StageBlocks
-from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, transfer_seconds
+from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, links_of, transfer_seconds
 from lightning_topt.schedules.make_schedule import make_schedule
 from lightning_topt.schedules.schedule_timing import many_rank_seconds
 
@@ -84,31 +85,31 @@ class StageSeconds:
 
 def stage_seconds(blocks: StageBlocks, shape: PipelineShape, points: Sequence[StagePoint]) -> StageSeconds:
     """Return the seconds of the stages of plans of one shape."""
-    passes, once = blocks.passes(shape.samples), blocks.once(shape.rows, shape.level)
+    cluster, stages = blocks.step.cluster, range(shape.num_stages)
     again = np.array([point.configs for point in points], bool)
     ends = np.array([point.ends for point in points])
     first = np.concatenate([np.zeros((len(points), 1), np.intp), ends[:, :-1]], axis=1)
+    on = [blocks.on(shape.kinds_of([s], cluster)) for s in stages]
+    of_device = {id(each): _block_seconds(each, shape, again) for each in on}
+    sums = [of_device[id(each)] for each in on]
+    rows = np.arange(len(points))
+    parts = np.stack([sums[s][:, rows, ends[:, s]] - sums[s][:, rows, first[:, s]] for s in stages], axis=1)
+    shared = blocks.once(shape.rows, shape.level).shared
+    once = parts[3] if shared is None else parts[3] + shared[0][first, ends].T
+    into = [
+        (transfer_seconds(blocks.on(kinds), shape)[link], s) for s, (kinds, link) in enumerate(links_of(shape, cluster))
+    ]
+    transfers = np.stack([crossing[:, first[:, s]] for crossing, s in into], axis=1)
+    return StageSeconds(parts[0], parts[1], parts[2], once, transfers)
 
-    def by_stage(costs: Array) -> Array:
-        sums = np.concatenate(
-            [np.zeros((len(points), 1)), np.cumsum(np.broadcast_to(costs, again.shape), axis=1)], axis=1
-        )
-        rows = np.arange(len(points))[:, None]
-        return np.asarray((sums[rows, ends] - sums[rows, first]).T)
 
-    per_step = by_stage(once.seconds)
-    if once.shared is not None:
-        per_step = per_step + once.shared[0][first, ends].T
-    crossing = transfer_seconds(blocks, shape)
-    links = [shape.link_before(max(s, 1), blocks.step.cluster) for s in range(shape.num_stages)]
-    transfers = np.stack([crossing[link][:, first[:, s]] for s, link in enumerate(links)], axis=1)
-    return StageSeconds(
-        by_stage(passes.forward),
-        by_stage(passes.backward + passes.forward * again),
-        by_stage(passes.weights),
-        per_step,
-        transfers,
-    )
+def _block_seconds(blocks: StageBlocks, shape: PipelineShape, again: NDArray[np.bool_]) -> Array:
+    """Sums (4, n, block + 1) over the first blocks of n plans: forward, backward, gradients of parameters, once per step."""
+    passes, once = blocks.passes(shape.samples), blocks.once(shape.rows, shape.level)
+    costs = passes.forward, passes.backward + passes.forward * again, passes.weights, once.seconds
+    found = np.zeros((4, len(again), again.shape[1] + 1))
+    found[:, :, 1:] = np.cumsum([np.broadcast_to(each, again.shape) for each in costs], axis=2)
+    return found
 
 
 def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.cluster import Cluster, Device, Link, NodeType
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
+from lightning_topt.frontier.brute_force import brute_force_stages
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import PlanPoint, choose
@@ -21,6 +22,7 @@ from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes
 from lightning_topt.plan.plan_explanation import explain_plan
 from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
 from lightning_topt.plan.stage_bounds import fewest_bytes, least_priced
+from lightning_topt.plan.stage_explanation import explain_stages
 from lightning_topt.plan.stage_tables import PipelineShape, stage_table
 from lightning_topt.plan.staged_plans import shape_of_plan, stage_seconds, step_seconds_of
 from lightning_topt.schedules.make_schedule import SCHEDULES
@@ -235,3 +237,62 @@ def test_a_batch_that_no_data_axis_divides_may_have_a_pipeline(request_of_gpt: S
     for nothing in (replace(few, pipelines=None), replace(few, global_batch_size=3)):
         with pytest.raises(ValueError, match="cannot be divided evenly over 8 devices"):
             search_plans(nothing)
+
+
+def mixed(*, slower: float) -> Cluster:
+    """Two nodes of two devices, the devices of the second slower."""
+    slow = replace(DEVICE, name="slow", flops={"float32": 1e12 / slower}, memory_bandwidth=1e12 / slower)
+    nodes = [NodeType(DEVICE, 2, 1), NodeType(slow, 2, 1)]
+    return Cluster.of_nodes(nodes, name="mixed", intra=NODES.intra, inter=Link(1e-6, 1e10))
+
+
+def test_two_kinds_of_nodes_get_uneven_stages(request_of_gpt: SearchRequest) -> None:
+    wanted = PipelineRequest(schedule="1f1b", stages=2, microbatches=8)
+    request = replace(request_of_gpt, device_counts=(4,), pipelines=wanted)
+    counts = []
+    for slower in (1.0, 5.0):
+        found = search_plans(replace(request, cluster=mixed(slower=slower)))
+        (plan,) = {point.plan for point in found.points[-1:]}
+        counts.append([sum(bool(block.block) for block in stage.blocks) for stage in plan.stages])
+    assert counts == [[3, 3], [5, 1]]
+
+
+def test_stages_on_two_kinds_of_nodes_equal_brute_force(request_of_gpt: SearchRequest) -> None:
+    request = replace(request_of_gpt, cluster=mixed(slower=3.0))
+    blocks = stage_blocks(request)
+    for shape in (PipelineShape(2, 2, "1f1b", 1, 8, 2.0), PipelineShape(4, 1, "gpipe", 1, 8, 1.0)):
+        table = stage_table(blocks, shape)
+        assert len(table.variants) == 2 and len(table.links) == shape.pipeline - 1
+        found = [(point.step_seconds, point.peak_bytes) for point in search_stages(table).points]
+        np.testing.assert_allclose(found, brute_force_stages(table), rtol=1e-9)
+        points = search_stages(table).points
+        simulated = step_seconds_of(stage_seconds(blocks, shape, points), shape)
+        assert simulated is not None
+        np.testing.assert_allclose(simulated, [point.step_seconds for point in points], rtol=0.3)
+
+
+def test_a_stage_on_both_kinds_of_nodes_is_as_slow_as_the_slower_one(request_of_gpt: SearchRequest) -> None:
+    cluster = mixed(slower=3.0)
+    blocks = stage_blocks(replace(request_of_gpt, cluster=cluster))
+    shape = PipelineShape(2, 2, "1f1b", 1, 8, 2.0)
+    assert [shape.kinds_of([s], cluster) for s in (0, 1)] == [(0,), (1,)] and shape.kinds_of([0, 1], cluster) == (0, 1)
+    fast, slow, both = (blocks.on(kinds).passes(2.0).forward for kinds in ((0,), (1,), (0, 1)))
+    assert (slow > 1.5 * fast).all() and (both == slow).all() and (blocks.passes(2.0).forward == slow).all()
+    assert blocks.on((0,)).step.kernel_seconds == {} and stage_blocks(request_of_gpt).on(()).kinds == blocks.kinds
+
+
+def test_stages_are_explained_by_what_they_take(request_of_gpt: SearchRequest) -> None:
+    found = search_plans(replace(request_of_gpt, pipelines=PipelineRequest(schedule="1f1b")))
+    point = found.points[-1]
+    stages = explain_stages(request_of_gpt, point.plan)
+    assert [name for stage in stages for name in stage.blocks] == [f"blocks.{n}" for n in range(6)]
+    assert [stage.rank for stage in stages] == [*range(point.plan.mesh.pipeline_size)]
+    assert stages[0].seconds["receive"] == 0 < stages[1].seconds["receive"]
+    assert all(0 <= stage.bubble < 1 and stage.seconds["backward"] > stage.seconds["forward"] for stage in stages)
+    parts = [stage.peak_parts for stage in stages]
+    most = max(p["static"] + max(p["activations"] + p["running"], p["update"]) for p in parts)
+    graph = request_of_gpt.graph
+    fixed = graph.buffer_bytes + graph.input_bytes.at(point.plan.batch_size)
+    assert most + fixed == pytest.approx(point.peak_bytes, rel=1e-5)
+    with pytest.raises(PlanError, match="use explain_plan"):
+        explain_stages(request_of_gpt, search_plans(replace(request_of_gpt, pipelines=None)).points[0].plan)

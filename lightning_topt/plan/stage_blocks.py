@@ -69,7 +69,7 @@ class StageBlocks:
             return self
         if kinds not in self._on_kinds:
             other = StageBlocks(replace(self.step, cluster=self.step.cluster.of_kinds(kinds)), self)
-            for name in ("names", "crossings", "uses", "_owned", "_weight_shares"):
+            for name in ("names", "crossings", "uses", "owned", "_weight_shares"):
                 other.__dict__[name] = getattr(self, name)
             self._on_kinds[kinds] = other
         return self._on_kinds[kinds]

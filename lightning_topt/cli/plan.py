@@ -26,11 +26,12 @@ from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.graph.meta_build import build_on_meta
 from lightning_topt.plan.choose import check_objective
-from lightning_topt.plan.explanation_report import print_explanation, whole_sentences
+from lightning_topt.plan.explanation_report import print_explanation, print_stages, whole_sentences
 from lightning_topt.plan.plan_explanation import explain_plan
 from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
 from lightning_topt.plan.report import print_table, save_html, save_png
 from lightning_topt.plan.schedule_report import print_schedule, save_schedule_png
+from lightning_topt.plan.stage_explanation import explain_stages
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.planning import Planning, make_fake_optimizers
 from lightning_topt.plugins.planning_ranks import on_rank_0
@@ -157,6 +158,7 @@ def _report(
         )
     if step is not None:
         print_schedule(step, console=console)
+        print_stages(explain_stages(search, plan), console=console)
     if explained is not None:
         print_explanation(explained, console=console)
     for note in notes:

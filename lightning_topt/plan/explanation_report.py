@@ -1,4 +1,4 @@
-"""The explanation of a plan with a tensor axis for people: a table of its blocks, and what is not split, with its shares."""
+"""The explanation of a plan for people: with a tensor axis its blocks, and what is not split; with stages each of these."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.plan.plan_explanation import PlanExplanation
+from lightning_topt.plan.stage_explanation import StageExplanation
 from lightning_topt.techniques.explain import BlockExplanation, TensorCollective
 from lightning_topt.techniques.tensor_parallel.whole_operators import WholeOperator
 
@@ -22,6 +23,26 @@ def print_explanation(explained: PlanExplanation, *, console: Console) -> None:
     _blocks(explained, console)
     for line in whole_sentences(explained.whole):
         console.print(line, highlight=False, markup=False)
+
+
+def print_stages(stages: Sequence[StageExplanation], *, console: Console) -> None:
+    """Print what each stage of a plan takes in a step, and what its rank holds for it."""
+    columns = ("stage", "rank", "blocks", "forward", "backward", "receives", "update", "memory")
+    table = Table(
+        *columns,
+        caption="each stage, all microbatches of a step; update: with the exchange of gradients",
+        caption_justify="left",
+    )
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for index, stage in enumerate(stages):
+        names = stage.blocks
+        shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
+        seconds = (stage.seconds[kind] for kind in ("forward", "backward", "receive", "once"))
+        parts = stage.peak_parts
+        held = parts["static"] + max(parts["activations"] + parts["running"], parts["update"])
+        table.add_row(str(index), str(stage.rank), escape(shown), *map(format_seconds, seconds), format_bytes(held))
+    console.print(table)
 
 
 def whole_sentences(operators: Sequence[WholeOperator]) -> list[str]:

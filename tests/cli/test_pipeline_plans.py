@@ -93,5 +93,6 @@ def test_a_plan_with_stages_is_written_and_its_step_drawn(tmp_path: Path) -> Non
     assert plan.num_microbatches in (2, 4)
     words = " ".join(output.split())
     assert "Schedule gpipe: 2 stages on 2 ranks" in words and "with batches of 4 in the loader a step has 4" in words
+    assert "each stage, all microbatches of a step; update: with the exchange" in words
     assert (path.parent / "schedule.png").stat().st_size > 10_000
     assert "Schedule of the chosen plan" in (path.parent / "frontier.html").read_text()

@@ -19,6 +19,7 @@ from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape, links_of, transfer_seconds
 from lightning_topt.schedules.make_schedule import make_schedule
+from lightning_topt.schedules.schedule import Schedule
 from lightning_topt.schedules.schedule_timing import many_rank_seconds
 
 MOST_PASSES = 2**14  # of all stages, of schedules that are simulated; longer ones are as their formulas say
@@ -112,19 +113,26 @@ def _block_seconds(blocks: StageBlocks, shape: PipelineShape, again: NDArray[np.
     return found
 
 
-def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None:
-    """Return the seconds of a step (n,) by a simulation of the schedule; None where that would take long.
-
-    A rank is done when its passes are over and its gradients are exchanged and its parameters updated.
-    """
+def simulated_schedule(shape: PipelineShape) -> Schedule | None:
+    """Return the schedule of a pipeline; None where it has more passes than are simulated."""
     if shape.num_microbatches * shape.num_stages > MOST_PASSES:
         return None
-    schedule = make_schedule(
+    return make_schedule(
         shape.schedule,
         num_ranks=shape.pipeline,
         num_microbatches=shape.num_microbatches,
         stages_per_rank=shape.stages_per_rank,
     )
+
+
+def step_seconds_of(seconds: StageSeconds, shape: PipelineShape) -> Array | None:
+    """Return the seconds of a step (n,) by a simulation of the schedule; None where that would take long.
+
+    A rank is done when its passes are over and its gradients are exchanged and its parameters updated.
+    """
+    schedule = simulated_schedule(shape)
+    if schedule is None:
+        return None
     inputs = np.maximum(seconds.backward - seconds.weights, 0.0)
     there, back = ({(s - 1, s): row[s] for s in range(1, shape.num_stages)} for row in seconds.transfers)
     each = [part + PASS_SECONDS for part in (seconds.forward, seconds.backward, inputs, seconds.weights)]

@@ -9,8 +9,8 @@ from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_tables import PASS_SECONDS, PipelineShape
-from lightning_topt.plan.staged_plans import MOST_PASSES, shape_of_plan, stage_seconds
-from lightning_topt.schedules.make_schedule import SCHEDULES, make_schedule
+from lightning_topt.plan.staged_plans import shape_of_plan, simulated_schedule, stage_seconds
+from lightning_topt.schedules.make_schedule import SCHEDULES
 from lightning_topt.schedules.schedule_simulation import Simulation, simulate
 from lightning_topt.schedules.stage_costs import StageCosts
 
@@ -21,14 +21,9 @@ def step_of_plan(blocks: StageBlocks, plan: ParallelPlan) -> Simulation | None:
     After its passes a rank exchanges gradients and updates parameters, which is not part of it.
     """
     shape = shape_of_plan(plan)
-    if shape.num_microbatches * shape.num_stages > MOST_PASSES:
+    schedule = simulated_schedule(shape)
+    if schedule is None:
         return None
-    schedule = make_schedule(
-        shape.schedule,
-        num_ranks=shape.pipeline,
-        num_microbatches=shape.num_microbatches,
-        stages_per_rank=shape.stages_per_rank,
-    )
     return simulate(schedule, costs_of_stages(blocks, shape, cut_of_plan(blocks, plan)))
 
 

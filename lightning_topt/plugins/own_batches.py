@@ -67,16 +67,13 @@ def why_steps_may_differ(module: pl.LightningModule) -> str | None:
 
 
 def _why_not_another_rank(module: pl.LightningModule, batch: Any, graph: OpGraph | None) -> str | None:
-    if any("backward" in vars(cls) for cls in type(module).__mro__ if not is_library(cls.__module__)):
-        return f"{type(module).__name__}.backward may do more with the loss than to differentiate it"
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        return "training_step fetches its own batches"
-    if name := _name_in(module, _RANKS):
-        return f"training_step reads {name}, and another rank would not do the same with its batch"
-    if any(_is_compiled(part) for part in module.modules()):
-        return "the calls of a compiled module are not seen"
-    if any(isinstance(metric, Metric) and metric.dist_sync_on_step for metric in module.modules()):
-        return "a metric is synchronized in each step"
+    why = _why_not_together(
+        module,
+        backward="may do more with the loss than to differentiate it",
+        rank="another rank would not do the same with its batch",
+    )
+    if why is not None:
+        return why
     if graph is not None and (name := _collective_in(graph)):
         return f"training_step calls {name}, which brings ranks with different batches together"
     try:
@@ -88,13 +85,21 @@ def _why_not_another_rank(module: pl.LightningModule, batch: Any, graph: OpGraph
 
 def why_no_pipeline(trainer: pl.Trainer) -> str | None:
     """Return why the ranks of a pipeline cannot run one step together, as far as that is seen before it runs, as a clause."""
-    module = trainer.lightning_module
+    return _why_not_together(
+        trainer.lightning_module,
+        backward="would get a loss whose gradients exist already",
+        rank="the ranks of a pipeline would not run the same step",
+    )
+
+
+def _why_not_together(module: pl.LightningModule, *, backward: str, rank: str) -> str | None:
+    """Why no ranks can run one step; `backward` and `rank` say what its own backward, and a rank that is read, would spoil."""
     if any("backward" in vars(cls) for cls in type(module).__mro__ if not is_library(cls.__module__)):
-        return f"{type(module).__name__}.backward would get a loss whose gradients exist already"
+        return f"{type(module).__name__}.backward {backward}"
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return "training_step fetches its own batches"
     if name := _name_in(module, _RANKS):
-        return f"training_step reads {name}, and the ranks of a pipeline would not run the same step"
+        return f"training_step reads {name}, and {rank}"
     if any(_is_compiled(part) for part in module.modules()):
         return "the calls of a compiled module are not seen"
     if any(isinstance(metric, Metric) and metric.dist_sync_on_step for metric in module.modules()):

@@ -19,7 +19,7 @@ import queue
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.common import RESULTS, machine
+from benchmarks.continuous_iterations import Iteration, iterations
 from benchmarks.pipeline_overhead import CPU, SPLIT, Stack, plan_of, their_step
 from benchmarks.pipeline_overhead import SCHEDULES as OF_TORCH
 from lightning_topt.execution.engine import Engine
@@ -39,7 +40,6 @@ from lightning_topt.schedules.schedule_simulation import simulate
 from lightning_topt.schedules.stage_costs import StageCosts
 
 THEIRS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-Iteration = Callable[[], object]
 
 
 class Contestant(NamedTuple):
@@ -66,21 +66,8 @@ def ours(module: nn.Module, x: Tensor, y: Tensor, *, ranks: int, layers: int, ru
     engine = Engine(replace(flushing, schedule=schedule, prediction=rule), module, device=CPU)
     batch = (x, y)
     engine.apply(example=Example(_loss, batch))
-    optimizer = _optimizer(module)
-    engine.attach_optimizers([optimizer])
-    run = engine.continuous
-
-    def finish(turn: Any) -> None:
-        if turn.minibatch is not None:
-            with run.update(turn):
-                optimizer.step()
-            optimizer.zero_grad()
-
-    def end() -> None:
-        for turn in run.drain():
-            finish(turn)
-
-    return Contestant(f"{schedule}, {rule}", 1, lambda: finish(run.advance(batch, _loss)), end)
+    iteration, end = iterations(engine, _optimizer(module), batch, _loss)
+    return Contestant(f"{schedule}, {rule}", 1, iteration, end)
 
 
 def theirs(layers: Sequence[nn.Module], x: Tensor, y: Tensor, *, name: str, microbatches: int) -> Contestant:

@@ -18,13 +18,11 @@ a stage, t tensor, d data, p pipeline parallel size, m micro batches.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,34 +31,13 @@ from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
 from benchmarks.common import RESULTS, machine
+from lightning_topt.cli.megatron.megatron_rows import MegatronRow, read_rows
 from lightning_topt.costs.cluster import Link
 from lightning_topt.costs.communication import ring_seconds
 from lightning_topt.costs.compute import SHARPNESS, host_bound_seconds
 
 VOCABULARY, FITTED, SPLITS = 51_200, 40, 6
 SURE = 2.0  # how far, as a factor, a constant that the rows say nothing about strays from its usual value
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured iteration."""
-
-    gpus: int
-    batch: int
-    micro: int
-    hidden: int
-    heads: int
-    layers: int
-    sequence: int
-    tensor: int
-    data: int
-    pipeline: int
-    seconds: float
-
-    @property
-    def job(self) -> tuple[int, ...]:
-        """What stays when the plan changes."""
-        return self.gpus, self.batch, self.hidden, self.heads, self.layers, self.sequence
 
 
 # Constants with their usual values on an A100 (see conf/cluster/a100_8x8.yaml); `launch` is of one layer and direction.
@@ -103,16 +80,9 @@ TERMS: dict[str, tuple[str, ...]] = {
 Constants = dict[str, float]
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of the file."""
-    with path.open() as file:
-        lines = list(csv.reader(file))[1:]
-    return [Row(*(int(value) for value in line[:10]), float(line[10]) / 1e3) for line in lines]
-
-
-def direction_seconds(row: Row, c: Constants, *, layers: float, heads: int, backward: bool) -> float:
+def direction_seconds(row: MegatronRow, c: Constants, *, layers: float, heads: int, backward: bool) -> float:
     """Seconds of one micro batch in a stage of so many layers, and `heads` (0 or 1) output layers."""
-    b, s, h, t = row.micro, row.sequence, row.hidden, row.tensor
+    b, s, h, t = row.samples, row.sequence, row.hidden, row.tensor
     times = c.get("backward", 2.0) if backward else 1.0
     flops = (24 * b * s * h**2 + 4 * b * s**2 * h) / t
     rate = c["flops"] / (1 + c["half"] / flops) if "half" in c else c["flops"]
@@ -128,9 +98,9 @@ def direction_seconds(row: Row, c: Constants, *, layers: float, heads: int, back
     return host_bound_seconds(device, host_seconds=layers * launch, sharpness=c.get("sharpness", SHARPNESS))
 
 
-def iteration_seconds(row: Row, c: Constants) -> float:
+def iteration_seconds(row: MegatronRow, c: Constants) -> float:
     """Seconds of an iteration of `row` as the constants say."""
-    layers, count = row.layers / row.pipeline, row.batch // (row.data * row.micro)
+    layers, count = row.layers / row.pipeline, row.batch // (row.data * row.samples)
 
     def stage(heads: int) -> float:
         both = (direction_seconds(row, c, layers=layers, heads=heads, backward=backward) for backward in (False, True))
@@ -138,7 +108,7 @@ def iteration_seconds(row: Row, c: Constants) -> float:
 
     slowest = stage(1)
     passes = (count - 1) * slowest + slowest + (row.pipeline - 1) * stage(0)
-    message = 2 * row.micro * row.sequence * row.hidden
+    message = 2 * row.samples * row.sequence * row.hidden
     sent = 2 * (row.pipeline - 1) * message / c["bandwidth"]
     parameters = (12 * row.hidden**2 * layers + row.hidden * VOCABULARY) / row.tensor
     link = Link(0.0, c.get("data_bandwidth", c["bandwidth"]))
@@ -147,7 +117,7 @@ def iteration_seconds(row: Row, c: Constants) -> float:
     return passes + sent + exchange + update + c.get("step", 0.0)
 
 
-def fit(rows: Sequence[Row], names: Sequence[str], *, given: Constants | None = None) -> Constants:
+def fit(rows: Sequence[MegatronRow], names: Sequence[str], *, given: Constants | None = None) -> Constants:
     """The constants that fit `rows` best, beside those `given`; each costs a little that is far from its usual value."""
     given = given or {}
     usual = np.log([USUAL[name] for name in names])
@@ -164,7 +134,7 @@ def fit(rows: Sequence[Row], names: Sequence[str], *, given: Constants | None = 
     return given | dict(zip(names, np.exp(usual + found.x), strict=True))
 
 
-def judge(rows: Sequence[Row], predict: Callable[[Row], float]) -> dict[str, float]:
+def judge(rows: Sequence[MegatronRow], predict: Callable[[MegatronRow], float]) -> dict[str, float]:
     """Errors over `rows`; regret and Kendall's tau over the plans of each job that has several."""
     errors = [abs(predict(row) / row.seconds - 1) for row in rows]
     jobs = defaultdict(list)
@@ -182,7 +152,7 @@ def judge(rows: Sequence[Row], predict: Callable[[Row], float]) -> dict[str, flo
 
 
 def table_row(
-    rows: Sequence[Row], term: str, names: Sequence[str], *, given: Constants | None = None
+    rows: Sequence[MegatronRow], term: str, names: Sequence[str], *, given: Constants | None = None
 ) -> tuple[str, list[Constants]]:
     """A line of the table, the mean over all splits, and the constants of each."""
     fits, results = [], []
@@ -197,7 +167,7 @@ def table_row(
     return line, fits
 
 
-def tables(rows: Sequence[Row]) -> str:
+def tables(rows: Sequence[MegatronRow]) -> str:
     """The terms one after another, and the constants of the host."""
     lines = ["| terms | constants | mean error | p90 | regret | Kendall's tau |", "|---|---|---|---|---|---|"]
     names: tuple[str, ...] = ()
@@ -222,7 +192,7 @@ def main() -> None:
     """Fit, test, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="CSV of measured iterations")
-    rows = read(parser.parse_args().path)
+    rows = read_rows(parser.parse_args().path, need_times=True).rows
     text = f"""# Terms of a cost model of GPUs
 
 `python -m benchmarks.gpu_cost_model a100_megatron_sample.csv`: {len(rows)} iterations of Megatron-DeepSpeed GPTs on 2 to 8

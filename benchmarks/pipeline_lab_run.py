@@ -1,11 +1,10 @@
-"""One measured job for `pipeline_lab` and `continuous_lab` on ranks that a launcher started; JSON on rank 0."""
+"""One measured job for `pipeline_lab` on ranks that a launcher started; JSON on rank 0."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.continuous_iterations import Iteration, iterations
 from benchmarks.lab import sent_bytes
 from benchmarks.pipeline_cuts import block_seconds, check_blocks, cut, plan_of, weights_of
 from benchmarks.pipeline_lab_models import MODELS, LabModel
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
-from lightning_topt.execution.pipeline.continuous_run import Turn
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
@@ -38,9 +37,9 @@ def loss_of(model: nn.Module, part: Any) -> Tensor:
 class Training(NamedTuple):
     """`step` runs one step with its update; `plan` is that of a pipeline, and `end` comes after the last step."""
 
-    step: Callable[[], object]
+    step: Iteration
     plan: ParallelPlan | None = None
-    end: Callable[[], object] = lambda: None
+    end: Iteration = lambda: None
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
@@ -61,14 +60,28 @@ def ddp(model: LabModel, module: nn.Module) -> Training:
     return Training(step)
 
 
+def update_seconds(count: int = 1 << 22) -> float:
+    """Return the seconds of an update of one parameter, measured on `count` of them."""
+    weight = nn.Parameter(torch.zeros(count))
+    weight.grad = torch.zeros(count)
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.step()
+    start = time.perf_counter()
+    for _ in range(3):
+        optimizer.step()
+    return (time.perf_counter() - start) / (3 * count)
+
+
 def cut_plan(model: LabModel, module: nn.Module, options: argparse.Namespace) -> ParallelPlan:
-    """Return the plan of a pipeline, cut by seconds that rank 0 measured."""
+    """Return the plan of a pipeline, cut by seconds of passes and updates that rank 0 measured."""
     check_blocks(module, model.blocks)
     starts: list[Any] = [None]
     if dist.get_rank() == 0:
         part = model.batch(model.samples // options.microbatches)
-        seconds = block_seconds(module, lambda each: loss_of(each, part), model.blocks)
-        starts = [cut(seconds, weights_of(module, model.blocks), dist.get_world_size(), share=options.share)]
+        of_passes = block_seconds(module, lambda each: loss_of(each, part), model.blocks)
+        weights, update = weights_of(module, model.blocks), update_seconds()
+        seconds = [options.microbatches * own + update * count for own, count in zip(of_passes, weights, strict=True)]
+        starts = [cut(seconds, weights, dist.get_world_size(), share=options.share)]
     dist.broadcast_object_list(starts)
     mesh = Mesh((Axis("pipeline", dist.get_world_size(), "inter"),))
     return plan_of(model.blocks, starts[0], mesh=mesh, schedule="1f1b", microbatches=options.microbatches)
@@ -98,21 +111,8 @@ def continuous(model: LabModel, module: nn.Module, options: argparse.Namespace) 
     )
     engine, batch = Engine(plan, module, device=CPU), model.batch(model.samples)
     engine.apply(example=Example(loss_of, batch))
-    optimizer = adamw(module)
-    engine.attach_optimizers([optimizer])
-    run = engine.continuous
-
-    def finish(turn: Turn) -> None:
-        if turn.minibatch is not None:
-            with run.update(turn):
-                optimizer.step()
-            optimizer.zero_grad()
-
-    def end() -> None:
-        for turn in run.drain():
-            finish(turn)
-
-    return Training(lambda: finish(run.advance(batch, loss_of)), plan, end)
+    step, end = iterations(engine, adamw(module), batch, loss_of)
+    return Training(step, plan, end)
 
 
 def main() -> None:

@@ -178,6 +178,11 @@ class ByNodes(GradientMethod):
         return topology.num_nodes > 1 and topology.ranks_per_node > 1
 
     @override
+    def num_stages(self, topology: Topology) -> int:
+        """Return none by nodes: nothing but exempt parameters then goes through a group of all ranks."""
+        return 0 if self.sums_in_nodes(topology) else 1
+
+    @override
     def choices(self, topology: Topology) -> tuple[Self, ...]:
         possible = {False: True, True: topology.num_nodes > 1 and topology.ranks_per_node > 1}
         wanted = (False, True) if self.hierarchical is None else (self.hierarchical,)

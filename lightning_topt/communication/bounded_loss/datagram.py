@@ -42,7 +42,7 @@ def write_header(
 
 @inner
 def is_valid(address: int, size: int, key: int, rank: int, world_size: int) -> bool:
-    """Return whether the `size` bytes at `address` are a whole datagram of this session from another rank."""
+    """Return whether the `size` bytes at `address` are a whole datagram with the right key from another rank."""
     if size < HEADER_BYTES:
         return False
     kind, sender = load8(address), load16(address + 2)

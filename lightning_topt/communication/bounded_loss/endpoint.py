@@ -178,7 +178,7 @@ def _accept(
 
 
 def _read_hello(of: socket.socket, own: bytes, seconds: float) -> tuple[int, int] | None:
-    """Rank and budget of who is at the other end; None for one that is not of this session."""
+    """Rank and budget of who is at the other end; None for one with another key."""
     data, deadline = b"", time.monotonic() + seconds
     try:
         while len(data) < _HELLO.size:

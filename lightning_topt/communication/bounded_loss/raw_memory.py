@@ -52,7 +52,7 @@ def _typed_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     return cast(Callable[..., Any], intrinsic(function))
 
 
-def _loader(bits: int, result: Any) -> Callable[..., Any]:
+def _loader(bits: int) -> Callable[..., Any]:
     def load(typing: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             pointer = builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer())
@@ -60,7 +60,7 @@ def _loader(bits: int, result: Any) -> Callable[..., Any]:
             value.align = 1
             return value if bits == 64 else builder.zext(value, ir.IntType(64))
 
-        return result(_long), generate
+        return _long(_long), generate
 
     return load
 
@@ -68,25 +68,25 @@ def _loader(bits: int, result: Any) -> Callable[..., Any]:
 @_typed_intrinsic
 def load64(typing: Any, address: Any) -> Any:
     """Return the int64 at `address`, which need not be a multiple of 8."""
-    return _loader(64, _long)(typing, address)
+    return _loader(64)(typing, address)
 
 
 @_typed_intrinsic
 def load32(typing: Any, address: Any) -> Any:
     """Return the unsigned 32 bits at `address` as int64."""
-    return _loader(32, _long)(typing, address)
+    return _loader(32)(typing, address)
 
 
 @_typed_intrinsic
 def load16(typing: Any, address: Any) -> Any:
     """Return the unsigned 16 bits at `address` as int64."""
-    return _loader(16, _long)(typing, address)
+    return _loader(16)(typing, address)
 
 
 @_typed_intrinsic
 def load8(typing: Any, address: Any) -> Any:
     """Return the byte at `address` as int64."""
-    return _loader(8, _long)(typing, address)
+    return _loader(8)(typing, address)
 
 
 @_typed_intrinsic

@@ -60,10 +60,6 @@ class BoundedLoss(BoundedLossOptions):
         return LossyBuckets(self, context)
 
     @override
-    def num_stages(self, topology: Topology) -> int:
-        return 0 if self.sums_in_nodes(topology) else 1
-
-    @override
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
         by_nodes = self.sums_in_nodes(topology)
         local, holders = (topology.ranks_per_node, topology.num_nodes) if by_nodes else (1, topology.world_size)

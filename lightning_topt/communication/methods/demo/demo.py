@@ -61,6 +61,11 @@ class DeMo(DeMoOptions):
         nodes = " between nodes" if self.hierarchical else ""
         return f"DeMo {100 * self.density:g} % in {self.bits} bits{nodes}"
 
+    @override
+    def num_stages(self, topology: Topology) -> int:
+        """Return one, by nodes as well: steps that send everything go through a group of all ranks."""
+        return 1
+
     @property
     @override
     def holds_back(self) -> bool:

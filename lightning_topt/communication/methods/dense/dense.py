@@ -77,10 +77,6 @@ class Dense(ByNodes):
         return DenseByNodes(context) if self.sums_in_nodes(context.topology) else DenseExchange(context)
 
     @override
-    def num_stages(self, topology: Topology) -> int:
-        return 0 if self.sums_in_nodes(topology) else 1
-
-    @override
     def is_dense_step(self, step: int) -> bool:
         return True
 

@@ -57,11 +57,6 @@ class TopK(TopKOptions):
         return HierarchicalExchange(self, context) if by_nodes else SparseExchange(self, context)
 
     @override
-    def num_stages(self, topology: Topology) -> int:
-        """Return none by nodes: nothing but the exempt parameters then goes through a group of all ranks."""
-        return 0 if self.sums_in_nodes(topology) else 1
-
-    @override
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
         if self.sums_in_nodes(topology):
             return _by_nodes(gradients, self, topology)

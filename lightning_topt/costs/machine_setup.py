@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_topt.costs.ranks import from_rank_0, gather, world_size
 # Of the environment, what libraries read that compute, allocate or communicate. The number of threads is known as such.
 _PREFIXES = ("MKL_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "MALLOC_", "NCCL_", "GLOO_", "UCX_", "CUDA_", "PYTORCH_")
 _NAMES = ("GLIBC_TUNABLES", "LD_PRELOAD", "ATEN_CPU_CAPABILITY", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+_NETNS_COOKIE = 71  # SO_NETNS_COOKIE, which Python has no name for
 _NO_MATTER = ("CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS")
 
 
@@ -71,11 +73,20 @@ def _cpu_model() -> str:
 
 
 def _network() -> str:
-    """The network namespace: containers and labs on one machine have links of their own."""
+    """The network namespace: containers and labs on one machine have links of their own.
+
+    Its number is given to another one when it ends, its cookie (Linux 5.14) never before the next boot.
+    """
     try:
-        return os.readlink("/proc/self/ns/net")
-    except OSError:
+        number = os.readlink("/proc/self/ns/net")
+    except OSError:  # no Linux
         return ""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as any_socket:
+            cookie = any_socket.getsockopt(socket.SOL_SOCKET, _NETNS_COOKIE, 8)
+    except OSError:
+        return number
+    return f"{number} {int.from_bytes(cookie, sys.byteorder)}"
 
 
 def _environment() -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 import warnings
 from multiprocessing import get_context
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_topt.costs import measurement_store, measurements
+from lightning_topt.costs import machine_setup, measurement_store, measurements
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.measurement_store import Entry, default_directory, load, save
 from lightning_topt.costs.measurements import Measurements
@@ -90,6 +92,21 @@ def test_a_start_measures_what_data_parallelism_uses_and_topt_calibrate_everythi
     monkeypatch.setattr(measurements, "calibrate", lambda **o: asked.append(o["collectives"]) or cluster_of(1))
     Measurements.open(directory=tmp_path, refresh=refresh).cluster()
     assert len(asked[0]) == count
+
+
+def test_a_network_namespace_is_told_from_one_before_that_had_its_number():
+    in_another = [
+        "unshare",
+        "--net",
+        sys.executable,
+        "-c",
+        f"import runpy; print(runpy.run_path({machine_setup.__file__!r})['_network']())",
+    ]
+    try:
+        networks = [subprocess.run(in_another, capture_output=True, check=True, text=True).stdout for _ in range(4)]
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("network namespaces need root, and unshare")
+    assert len(set(networks)) == 4 and machine_setup._network() == machine_setup._network() not in networks
 
 
 def test_generators_and_modes_are_as_before(tmp_path, counted):

@@ -54,9 +54,13 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--microbatches", type=int, default=8, help="of 1F1B")
     parser.add_argument("--predictions", nargs="+", default=["spectrain", "multistep"])
     options = parser.parse_args()
-    plans: dict[str, dict[str, Any]] = {"ddp": {"plan": "ddp"}, "1f1b": {"plan": "1f1b"}}
+    plans: dict[str, dict[str, Any]] = {
+        "ddp": {"plan": "ddp"},
+        "1f1b": {"plan": "1f1b", "microbatches": options.microbatches},
+    }
     for rule in options.predictions:
         plans[f"continuous, {rule}"] = {"plan": "continuous", "prediction": rule}
     found: dict[str, list[Points]] = {name: [] for name in plans}
@@ -85,7 +89,7 @@ def main() -> None:
         f"# Seconds until a validation loss on {NODES} nodes of one rank",
         "",
         f"`sudo python -m benchmarks.time_to_quality --rounds {options.rounds} --rate {options.rate} "
-        f"--steps {options.steps} --width {options.width}`",
+        f"--steps {options.steps} --width {options.width} --microbatches {options.microbatches}`",
         "",
         machine(),
         "",

@@ -2,6 +2,7 @@
 
     python -m benchmarks.adam_compression --tune       # learning rates of each method on one seed, about 20 minutes on 2 cores
     python -m benchmarks.adam_compression              # every run that has not been made; about 1 hour on 2 cores
+    python -m benchmarks.adam_compression --steps 24000  # longer: runs with fewer steps are made again
     python -m benchmarks.adam_compression --report     # table and figure of the runs so far
 
 All numbers of ranks share one global batch, so the dense runs are the same for all. Finished runs are kept in
@@ -106,6 +107,11 @@ def rates_to_try(name: str) -> Sequence[float]:
     return SIGN_RATES if name.startswith("DeMo") and "sums" not in name and "Adam" not in name else ADAM_RATES
 
 
+def steps_of(run: dict[str, Any] | None) -> int:
+    """Steps of a run that was made; 0 for none."""
+    return 0 if run is None else int(run["curve"][-1][0])
+
+
 def measure(jobs: list[tuple[str, str, dict[str, Any]]], *, processes: int) -> None:
     """Run (kind, key, arguments of `train`) in so many processes; each result is written as it comes."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
@@ -126,7 +132,7 @@ def tuning_jobs(names: Sequence[str], *, steps: int) -> list[tuple[str, str, dic
     return [
         ("tuning", name, {"name": name, "ranks": 4, "rates": rates, "seeds": [0] * len(rates), "steps": steps})
         for name in names
-        if name not in known and (rates := rates_to_try(name))
+        if steps > steps_of(known.get(name)) and (rates := rates_to_try(name))
     ]
 
 
@@ -135,7 +141,7 @@ def grid_jobs(names: Sequence[str], *, ranks: Sequence[int], steps: int) -> list
     for count in ranks:
         for name in names:
             key = f"{name}|{1 if name == 'dense' else count}"
-            if key in known or any(key == job[1] for job in jobs):
+            if steps <= steps_of(known.get(key)) or any(key == job[1] for job in jobs):
                 continue
             seeds, rates = list(range(SEEDS)), [best_rate(name)] * SEEDS
             jobs.append(("runs", key, {"name": name, "ranks": count, "rates": rates, "seeds": seeds, "steps": steps}))
@@ -149,28 +155,28 @@ def report() -> None:
     worst_dense = max(dense["curve"][-1][1]) if dense else float("nan")
     lines = ["# Compression under AdamW", "", machine(), "", *_introduction(found), ""]
     lines += [
-        "| method | ranks | traffic | learning rate | median | best | worst | within the dense spread |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | ranks | traffic | steps | learning rate | median | best | worst | within the dense spread |",
+        "|---" * 9 + "|",
     ]
     for key, run in sorted(found["runs"].items(), key=lambda item: (_ranks(item[0]), item[1]["traffic"])):
         finals = run["curve"][-1][1]
         held = "-" if key == "dense|1" else "yes" if statistics.median(finals) <= worst_dense else "**no**"
         name, ranks = key.split("|")
         lines.append(
-            f"| {name} | {'any' if key == 'dense|1' else ranks} | {run['traffic']:.2%} | {run['rates'][0]:g} | "
-            f"{statistics.median(finals):.4f} | {min(finals):.4f} | {max(finals):.4f} | {held} |"
+            f"| {name} | {'any' if key == 'dense|1' else ranks} | {run['traffic']:.2%} | {steps_of(run)} | "
+            f"{run['rates'][0]:g} | {statistics.median(finals):.4f} | {min(finals):.4f} | {max(finals):.4f} | {held} |"
         )
     lines += ["", "![loss against traffic](adam_compression.png)"] if found["runs"] else []
     lines += ["", "## Learning rates, one seed", ""]
     lines += [
-        f"4 ranks, {TUNING_STEPS} steps; bits per byte at the end.",
+        "4 ranks; bits per byte at the end.",
         "",
-        "| method | traffic | learning rate: bits |",
+        "| method | traffic | steps | learning rate: bits |",
+        "|---|---|---|---|",
     ]
-    lines += ["|---|---|---|"]
     for name, run in found["tuning"].items():
         each = ", ".join(f"{r:g}: {v:.3f}" for r, v in zip(run["rates"], run["curve"][-1][1], strict=True))
-        lines.append(f"| {name} | {run['traffic']:.2%} | {each} |")
+        lines.append(f"| {name} | {run['traffic']:.2%} | {steps_of(run)} | {each} |")
     (RESULTS / "adam_compression.md").write_text("\n".join([*lines, ""]))
     if found["runs"]:
         _figure(found["runs"])
@@ -181,7 +187,7 @@ def _introduction(found: dict[str, dict[str, Any]]) -> list[str]:
     model = Model()
     return [
         f"A byte-level GPT of {model.numel} parameters ({model.layers} layers, hidden {model.hidden}), AdamW, "
-        f"{SEQUENCES} sequences of {model.seq_len} bytes in all per step, {STEPS} steps, {SEEDS} seeds: bits per byte on "
+        f"{SEQUENCES} sequences of {model.seq_len} bytes in all per step, {SEEDS} seeds: bits per byte on "
         "validation text. Ranks are simulated (each has its own samples and its own gradient). Traffic: bytes sent by a rank, "
         "as a share of what float32 all-reduces in every step send. Each method at its best learning rate of those below.",
         *([] if found["runs"] else ["", "No such run was made yet; the learning rates alone were looked for."]),

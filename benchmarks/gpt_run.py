@@ -29,7 +29,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--strategy", choices=["topt", "ddp"], default="topt")
     parser.add_argument("--memory-limit")
-    parser.add_argument("--plan")
+    parser.add_argument("--plan", help="a file, a name, or a mapping as JSON")
+    parser.add_argument("--allow-compression", help="methods, with commas between")
+    parser.add_argument("--allow-staleness", type=int, default=0)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--hidden", type=int, default=640)
     parser.add_argument("--heads", type=int, default=10)
@@ -71,7 +73,13 @@ def main() -> None:
     torch.set_num_threads(1)
     L.seed_everything(0)
     if options.strategy == "topt":
-        strategy: Any = AutoParallelStrategy(memory_limit=options.memory_limit, plan=options.plan)
+        is_mapping = options.plan is not None and options.plan.startswith("{")
+        strategy: Any = AutoParallelStrategy(
+            memory_limit=options.memory_limit,
+            plan=json.loads(options.plan) if is_mapping else options.plan,
+            allow_compression=options.allow_compression.split(",") if options.allow_compression else False,
+            allow_staleness=bool(options.allow_staleness),
+        )
     else:
         strategy = DDPStrategy(gradient_as_bucket_view=True)
     monitor = StepMonitor(warmup_steps=options.warmup)

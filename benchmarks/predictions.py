@@ -1,79 +1,250 @@
 """Predicted and measured seconds and bytes of plans on 2 and 4 ranks, in one node and in two joined by a link.
 
-    sudo python -m benchmarks.predictions            # about 20 minutes on 4 cores; --rate, --steps
+    sudo python -m benchmarks.predictions            # --rate, --steps, --only PART-OF-A-SETTING, --techniques
 
 For each setting a job plans a GPT under a memory limit that every plan keeps, and saves the frontier. From it come, for three
-limits between the smallest and the largest plan, the plan that `choose` takes and the one that is predicted to be fastest;
-each runs in a job of its own. Regret: how much slower the chosen plan was than the fastest of all executed ones that fit.
+limits between the smallest and the largest plan, the plan that `choose` takes and the one that is predicted to be fastest,
+and uniform plans by name. Plans on meshes with stages or slices are searched by the job that runs them, with the batch that
+gives all plans of a setting the same samples per step. Each runs in a job of its own; predictions are made before it, from
+what was measured of kernels and links alone. Regret: how much slower the chosen plan was than the fastest of all executed ones
+that fit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, machine, mib, run_gpt
+import numpy as np
+
+from benchmarks.common import RESULTS, JobFailed, machine, mib, run_gpt
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
+from lightning_topt.plan.presets import PRESETS
 
 ROOM = "64GiB"  # kept by every plan; freed memory is given back, as under any limit
 SHARES = (0.1, 0.4, 1.0)  # of the way from the smallest plan to the largest
+COMPRESSED = ("topk", "bf16")
 SMALL = {"layers": 8, "hidden": 384, "heads": 6, "seq-len": 128, "batch-size": 4}
 LARGE = {"layers": 5, "hidden": 768, "heads": 12, "seq-len": 128, "batch-size": 4}
+# Plans that the job itself searches, by name: the mesh (data: of the ranks that are left), and what is given beside it.
+SEARCHED: dict[str, dict[str, Any]] = {
+    "tensor": {"mesh": {"data": 0, "tensor": 2}},
+    "stages of slices": {"mesh": {"pipeline": 2, "data": 0, "tensor": 2}},
+    "sequence": {"preset": "tensor_sequence"},
+    "gpipe": {"mesh": {"pipeline": 2, "data": 0}, "schedule": "gpipe", "num_microbatches": 4},
+    "1f1b": {"mesh": {"pipeline": 2, "data": 0}, "schedule": "1f1b", "num_microbatches": 4},
+    "1f1b of 4": {"mesh": {"pipeline": 4, "data": 0}, "schedule": "1f1b", "num_microbatches": 8},
+    "interleaved": {"mesh": {"pipeline": 2, "data": 0}, "schedule": "interleaved", "num_microbatches": 4},
+    "zero bubble": {"mesh": {"pipeline": 2, "data": 0}, "schedule": "zero_bubble", "num_microbatches": 4},
+    "continuous": {"mesh": {"pipeline": 2, "data": 0}, "schedule": "continuous"},
+}
 Job = Callable[..., dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A model on nodes of so many ranks, and the techniques to run beside what is chosen at the limits."""
+
+    sizes: Mapping[str, int]
+    nodes: int
+    ranks: int
+    techniques: Sequence[str]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes."""
+        return self.nodes * self.ranks
+
+
+SETTINGS = {
+    "2 ranks, small": Setting(SMALL, 1, 2, ("zero2", "zero3+recompute", "tensor", "1f1b", "continuous")),
+    "2 ranks, large": Setting(LARGE, 1, 2, ("zero1", "zero3", "ddp+recompute", "sequence", "zero bubble")),
+    "4 ranks, small": Setting(SMALL, 1, 4, ("zero1", "zero3", "tensor", "1f1b of 4", "stages of slices")),
+    "2 nodes of 1, small": Setting(SMALL, 2, 1, ("ddp", "ddp, topk", "ddp, bf16", "zero2", "gpipe", "interleaved")),
+    "2 nodes of 2, small": Setting(SMALL, 2, 2, ("hybrid", "hybrid_zero2", "ddp, topk", "tensor", "1f1b")),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan: seconds and bytes, predicted and measured; `point` where it is of the setting's frontier."""
+
+    setting: str
+    technique: str
+    plan: str
+    predicted: tuple[float, float]
+    measured: tuple[float, float]
+    point: PlanPoint | None = None
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Shares by which predictions of seconds and bytes are off."""
+        seconds, size = (a / b - 1 for a, b in zip(self.predicted, self.measured, strict=True))
+        return seconds, size
+
+    def line(self) -> str:
+        """The row of the table."""
+        of_time, of_bytes = (f"{100 * error:+.1f} %" for error in self.errors)
+        seconds = f"{self.predicted[0]:.3f} | {self.measured[0]:.3f} | {of_time}"
+        sizes = f"{mib(self.predicted[1])} | {mib(self.measured[1])} | {of_bytes}"
+        return f"| {self.setting} | {self.technique} | {self.plan} | {seconds} | {sizes} |"
+
+
 def plans_of(frontier: PlanFrontier) -> dict[float, tuple[PlanPoint, PlanPoint]]:
-    """The chosen and the fastest plan for each limit."""
-    sizes = sorted(point.peak_bytes for point in frontier.candidates)
+    """The chosen and the fastest plan for each limit, of those that compute as one process does."""
+    exact = [p for p in frontier.candidates if p.plan.gradient_exchange is None or p.plan.gradient_exchange.is_exact]
+    sizes = sorted(point.peak_bytes for point in exact)
     found = {}
     for share in SHARES:
         limit = 1.0501 * (sizes[0] + share * (sizes[-1] - sizes[0]))
-        fitting = [point for point in frontier.candidates if 1.05 * point.peak_bytes <= limit]
+        fitting = [point for point in exact if 1.05 * point.peak_bytes <= limit]
         fastest = min(fitting, key=lambda point: (point.step_seconds, point.peak_bytes))
-        found[limit] = choose(frontier.candidates, memory_limit=limit), fastest
+        found[limit] = choose(exact, memory_limit=limit), fastest
     return found
 
 
-def measure(setting: str, job: Job) -> tuple[list[dict[str, Any]], list[float]]:
+def uniform_of(frontier: PlanFrontier, technique: str) -> PlanPoint:
+    """The plan that has the storage of a preset everywhere, ``ddp+recompute``, or its gradients compressed, ``ddp, topk``."""
+    name, _, exchange = technique.partition(", ")
+    name, _, again = name.partition("+")
+    preset, found = PRESETS[name], []
+    for point in frontier.uniform:
+        plan, sent = point.plan, point.plan.gradient_exchange
+        if plan.schedule is not None or plan.mesh.tensor_axes or len(plan.mesh.axes) != 1 + preset.inner:
+            continue
+        storages = {block.config.storage for block in plan.blocks}
+        recomputes = any(block.config.recompute for block in plan.blocks)
+        name_sent = "" if sent is None else sent.name
+        if (storages, recomputes, name_sent) == ({preset.storage(plan.mesh)}, bool(again), exchange):
+            found.append(point)
+    if not found:
+        raise ValueError(f"the frontier has no uniform plan {technique!r}")
+    return min(found, key=lambda point: point.step_seconds)
+
+
+def searched_options(setting: Setting, technique: str) -> dict[str, Any]:
+    """The options of the job that searches and runs `technique` with as many samples per step as all others."""
+    wanted = dict(SEARCHED[technique])
+    stale = wanted.get("schedule") == "continuous"
+    options: dict[str, Any] = {"memory-limit": ROOM, "allow-staleness": int(stale)}
+    if (preset := wanted.pop("preset", None)) is not None:
+        data, options["plan"] = 1, preset
+    else:
+        mesh = wanted["mesh"]
+        data = setting.world_size // math.prod(size for size in mesh.values() if size)
+        options["plan"] = json.dumps({**wanted, "mesh": {**mesh, "data": data}})
+    options["batch-size"] = setting.sizes["batch-size"] * setting.world_size // data
+    return options
+
+
+def measure(name: str, setting: Setting, job: Job, techniques: Sequence[str]) -> tuple[list[Row], list[float]]:
     """Rows of one setting, and the regret at each limit."""
+    rows: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "frontier.json"
-        job(**{"memory-limit": ROOM, "frontier": saved, "steps": 2, "warmup": 1})
+        search = {"memory-limit": ROOM, "frontier": saved, "steps": 2, "warmup": 1}
+        job(**search, **{"allow-compression": ",".join(COMPRESSED)})
         frontier = PlanFrontier.from_json(saved.read_text())
-        wanted = plans_of(frontier)
-        rows: dict[str, dict[str, Any]] = {}
-        for point in (point for pair in wanted.values() for point in pair):
+        limits = plans_of(frontier)
+
+        def run(technique: str, point: PlanPoint) -> None:
             text = point.plan.to_dict()
-            key = json.dumps(text["stages"]) + json.dumps(text["mesh"])
+            key = json.dumps([text.get(part) for part in ("stages", "mesh", "schedule", "gradient_exchange")])
             if key not in rows:
                 file = Path(folder) / f"plan{len(rows)}.yaml"
                 point.plan.save(file)
-                result = job(**{"memory-limit": ROOM, "plan": file})
-                rows[key] = {**result, "setting": setting, "plan": point.plan.summary(), "point": point}
-                print(line(rows[key]), flush=True)
-    regrets = []
-    for limit, (chosen, _) in wanted.items():
-        executed = [row for row in rows.values() if 1.05 * row["point"].peak_bytes <= limit]
-        own = next(row for row in executed if row["plan"] == chosen.plan.summary())
-        regrets.append(own["step_seconds"] / min(row["step_seconds"] for row in executed) - 1)
-    return [*rows.values()], regrets
+                allowed = {"allow-compression": ",".join(COMPRESSED)} if point.plan.gradient_exchange else {}
+                result = job(**{"memory-limit": ROOM, "plan": file, **allowed})
+                measured = result["step_seconds"], result["peak_bytes"]
+                predicted = point.step_seconds, point.peak_bytes
+                rows[key] = Row(name, technique, point.plan.summary(), predicted, measured, point)
+                print(rows[key].line(), flush=True)
+
+        for chosen, fastest in limits.values():
+            run("searched", chosen)
+            run("searched", fastest)
+        for technique in techniques:
+            if technique in SEARCHED:
+                rows[technique] = searched_row(name, technique, job(**searched_options(setting, technique)))
+                print(rows[technique].line(), flush=True)
+            else:
+                run(technique, uniform_of(frontier, technique))
+    return [*rows.values()], [*regrets(limits, [*rows.values()])]
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row of the table."""
-    point: PlanPoint = row["point"]
-    errors = point.step_seconds / row["step_seconds"] - 1, point.peak_bytes / row["peak_bytes"] - 1
-    return (
-        f"| {row['setting']} | {row['plan']} | {point.step_seconds:.3f} | {row['step_seconds']:.3f} | {100 * errors[0]:+.1f} % "
-        f"| {mib(point.peak_bytes)} | {mib(row['peak_bytes'])} | {100 * errors[1]:+.1f} % |"
+def searched_row(name: str, technique: str, result: Mapping[str, Any]) -> Row:
+    """The row of a plan that the job has searched."""
+    predicted = result["plan"]["predicted"]
+    of_plan = predicted["step_seconds"], predicted["peak_bytes"]
+    return Row(name, technique, result["summary"], of_plan, (result["step_seconds"], result["peak_bytes"]))
+
+
+def regrets(limits: Mapping[float, tuple[PlanPoint, PlanPoint]], rows: Sequence[Row]) -> list[float]:
+    """How much slower what is chosen within each limit was than the fastest executed plan that is predicted to fit and computes
+    the same.
+    """
+    found = []
+    inexact = ("continuous", *(f"ddp, {name}" for name in COMPRESSED))
+    same = [row for row in rows if row.technique not in inexact]
+    for limit, (chosen, _) in limits.items():
+        own = next(row for row in same if row.point is not None and row.plan == chosen.plan.summary())
+        fitting = [row.measured[0] for row in same if 1.05 * row.predicted[1] <= limit]
+        found.append(own.measured[0] / min(fitting) - 1)
+    return found
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Rank correlation; ties get their mean rank."""
+    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    given = [*values]
+    return [sum(other < value for other in given) + (given.count(value) - 1) / 2 for value in given]
+
+
+def summary(rows: Sequence[Row], found_regrets: Sequence[float]) -> list[str]:
+    """Lines with the figures of all rows."""
+    by_setting: dict[str, list[Row]] = {}
+    for row in rows:
+        by_setting.setdefault(row.setting, []).append(row)
+    lines = [
+        f"- {len(rows)} plans, {len({row.technique for row in rows} - {'searched'})} techniques beside what is chosen"
+    ]
+    for index, what in enumerate(("time", "bytes")):
+        errors = [abs(row.errors[index]) for row in rows]
+        median, p90 = np.quantile(errors, (0.5, 0.9))
+        lines.append(f"- |error| of {what}: median {100 * median:.1f} %, 90th percentile {100 * p90:.1f} %")
+    ranks = {
+        name: spearman([r.predicted[0] for r in own], [r.measured[0] for r in own])
+        for name, own in by_setting.items()
+        if len(own) > 2
+    }
+    lines.append("- Spearman of times: " + ", ".join(f"{name}: {value:.2f}" for name, value in ranks.items()))
+    lines.append(
+        f"- regret at {len(found_regrets)} limits: median {100 * statistics.median(found_regrets):.1f} %, largest "
+        f"{100 * max(found_regrets):.1f} %"
     )
+    return lines
+
+
+def job_of(setting: Setting, lab: Lab | None, steps: Mapping[str, int]) -> Job:
+    """What runs one job of `setting`."""
+    given = {**setting.sizes, **steps, "devices": setting.ranks}
+    if lab is None:
+        return lambda **more: run_gpt(**{**given, **more})
+    given["num-nodes"] = setting.nodes
+    return lambda **more: lab.run_gpt(ranks_per_node=setting.ranks, **{**given, **more})
 
 
 def main() -> None:
@@ -81,54 +252,44 @@ def main() -> None:
     end_on_signals()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", default="", help="settings whose names have this in them; nothing is written")
+    parser.add_argument("--techniques", nargs="*", help="instead of those of a setting")
     options = parser.parse_args()
-    steps = {"steps": options.steps, "warmup": 3}
-    rows: list[dict[str, Any]] = []
-    regrets: list[float] = []
-    settings: dict[str, tuple[Lab | None, int, dict[str, int]]] = {
-        "2 ranks, small": (None, 2, SMALL),
-        "2 ranks, large": (None, 2, LARGE),
-        "4 ranks, small": (None, 4, SMALL),
-        "2 nodes of 1, small": (Lab(2, rate=options.rate), 1, SMALL),
-        "2 nodes of 2, small": (Lab(2, rate=options.rate), 2, SMALL),
-    }
-    for name, (lab, devices, sizes) in settings.items():
-        given = {**sizes, **steps, "devices": devices}
-        if lab is None:
-            found = measure(name, lambda given=given, **more: run_gpt(**{**given, **more}))
+    rows: list[Row] = []
+    found_regrets: list[float] = []
+    start = time.perf_counter()
+    for name, setting in SETTINGS.items():
+        if options.only not in name:
+            continue
+        techniques = setting.techniques if options.techniques is None else options.techniques
+        steps = {"steps": options.steps, "warmup": 3}
+        if setting.nodes == 1:
+            found = measure(name, setting, job_of(setting, None, steps), techniques)
         else:
-            with lab:
-                found = measure(
-                    name,
-                    lambda lab=lab, given=given, **more: lab.run_gpt(
-                        ranks_per_node=given["devices"], **{**given, "num-nodes": 2, **more}
-                    ),
-                )
+            with Lab(setting.nodes, rate=options.rate) as lab:
+                found = measure(name, setting, job_of(setting, lab, steps), techniques)
         rows += found[0]
-        regrets += found[1]
-    errors = [
-        (abs(row["point"].step_seconds / row["step_seconds"] - 1), abs(row["point"].peak_bytes / row["peak_bytes"] - 1))
-        for row in rows
-    ]
-    time_error, memory_error = (100 * statistics.median(part) for part in zip(*errors, strict=True))
+        found_regrets += found[1]
+    figures = summary(rows, found_regrets)
+    print("\n".join(figures))
+    if options.only or options.techniques is not None:
+        return
     lines = [
         "# Plans predicted and measured on 2 and 4 ranks",
         "",
-        f"`sudo python -m benchmarks.predictions --rate {options.rate} --steps {options.steps}`",
+        f"`sudo python -m benchmarks.predictions --rate {options.rate} --steps {options.steps}`, "
+        f"{(time.perf_counter() - start) / 60:.0f} minutes",
         "",
         machine(),
         "",
-        f"- {len(rows)} plans: median |error| of time {time_error:.1f} %, of bytes {memory_error:.1f} %",
-        f"- regret at {len(regrets)} limits: median {100 * statistics.median(regrets):.1f} %, "
-        f"largest {100 * max(regrets):.1f} %",
+        *figures,
         "",
-        "| setting | plan | predicted s | measured s | error | predicted MiB | measured MiB | error |",
-        "|---|---|---|---|---|---|---|---|",
-        *map(line, rows),
+        "| setting | technique | plan | predicted s | measured s | error | predicted MiB | measured MiB | error |",
+        "|---" * 9 + "|",
+        *(row.line() for row in rows),
     ]
     (RESULTS / "predictions.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines[6:9]))
 
 
 if __name__ == "__main__":
@@ -136,3 +297,5 @@ if __name__ == "__main__":
         main()
     except LabError as error:
         sys.exit(str(error))
+    except JobFailed as failed:
+        sys.exit(f"{failed}\n{failed.output[-4000:]}")

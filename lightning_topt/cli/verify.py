@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 from lightning_topt.basics.argument_checks import check_whole
 from lightning_topt.cli.example_step import ExampleStep, NeedsValues, capture_batches, example_batches
 from lightning_topt.cli.local_ranks import run_on_ranks
-from lightning_topt.costs.calibrate import device_memory_bytes
 from lightning_topt.costs.cluster import Cluster
+from lightning_topt.costs.measured_device import device_memory_bytes
 from lightning_topt.costs.ranks import gather
 from lightning_topt.execution.compare_observed import with_observations
 from lightning_topt.execution.observed_step import CannotRehearseError, Observation, ObservedRun, rehearse_rank

@@ -12,20 +12,18 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from lightning_topt.costs.cluster import Cluster, Device
 from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
-from lightning_topt.costs.framework import measure_framework, measure_launch
 from lightning_topt.costs.global_state import kept_global_state
 from lightning_topt.costs.groups import Group, mesh_groups
 from lightning_topt.costs.measured_datagrams import measure_datagrams
+from lightning_topt.costs.measured_device import device_timers, measured_device
 from lightning_topt.costs.measured_links import collective_timers, curve, fit_link, measure_overlap, process_groups
 from lightning_topt.costs.node_types import Link
 from lightning_topt.costs.page_faults import measure_page_faults
@@ -35,11 +33,6 @@ from lightning_topt.costs.timing import synchronize, time_call
 from lightning_topt.graph.kernels import make_call
 from lightning_topt.graph.op_graph import Kernel, OpGraph
 
-_MATRIX_SIZES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
-_BYTES_MOVED = 1 << 26  # of the memory bandwidth measurement: far more than a cache holds
-# Beside their tensors, training ranks of GPTs of 3 to 50 M parameters kept 4 to 14 MiB: objects of DDP and the optimizer,
-# buffers of gloo, small blocks on the C heap (benchmarks/results/memory_limits.md). torch counts no such bytes on CUDA.
-_CPU_PROCESS_BYTES = 9 << 20
 USUAL_COLLECTIVES = COLLECTIVES[:4]  # of data parallelism
 _GROUP_SHARE = 0.15  # of the time, for each kind of group beside that of all ranks
 _OVERLAPS_AGREE = 0.2
@@ -77,7 +70,7 @@ def calibrate(
     groups = mesh_groups(ranks, devices_per_node=local)
     budgets = {group: (0.45 if group.size == ranks else _GROUP_SHARE) * half for group in groups}
     deadline = start + 1.4 * budget_seconds * (1 + _GROUP_SHARE * (len(groups) - 1))
-    parts: dict[Any, Callable[[], Mapping[Any, float]]] = dict(_device_parts(device, budget_seconds=0.35 * half))
+    parts: dict[Any, Callable[[], Mapping[Any, float]]] = dict(device_timers(device, budget_seconds=0.35 * half))
     with process_groups(groups) as made:
         timers = collective_timers(made, ops=collectives, device=device, budgets=budgets)
         times = repeat_parts(parts | timers, seconds_left=lambda: average([deadline - time.perf_counter()])[0])
@@ -92,7 +85,7 @@ def calibrate(
         [0.0]
     )  # all ranks begin together: that they take memory at the same time costs each a third more, as in a step
     faults = average([measure_page_faults(device)])[0]
-    measured = replace(_device(device, times), page_fault_seconds_per_byte=faults)
+    measured = measured_device(device, times, page_fault_seconds_per_byte=faults)
     return Cluster(
         name=f"measured_{platform.node() or 'here'}",
         device=measured,
@@ -154,63 +147,7 @@ def _with_datagrams(
     return replace(inter, datagrams=between), replace(intra, datagrams=inside)
 
 
-# ---- parts ----------------------------------------------------------------------------------------------------------
-
-
-def _device_parts(device: torch.device, *, budget_seconds: float) -> dict[str, Callable[[], dict[str, float]]]:
-    """Timers of one device while all ranks are at work: seconds per FLOP by dtype, per byte moved, per small operator."""
-    dtypes = [torch.float32, torch.bfloat16, *((torch.float16,) if device.type == "cuda" else ())]
-
-    def products() -> dict[str, float]:
-        each = 0.6 * budget_seconds / len(dtypes)
-        seconds = [_seconds_per_flop(dtype, device, budget_seconds=each) for dtype in dtypes]
-        return dict(zip(map(_name, dtypes), average(seconds), strict=True))
-
-    def copies() -> dict[str, float]:
-        source = torch.ones(_BYTES_MOVED // 8, device=device)
-        target = torch.empty_like(source)
-        copying = time_call(lambda: target.copy_(source), device=device, budget_seconds=0.2 * budget_seconds)
-        return {"byte": average([copying / (2 * source.nbytes)])[0]}
-
-    def small() -> dict[str, float]:
-        tiny = torch.zeros(1, device=device)
-        overhead = time_call(lambda: tiny.add_(1), device=device, budget_seconds=0.2 * budget_seconds)
-        return {"call": average([overhead])[0]}
-
-    def host() -> dict[str, float]:
-        if device.type != "cpu":
-            return {"launch": average([measure_launch(device, budget_seconds=0.2 * budget_seconds)])[0]}
-        return {"kernel": average([measure_framework(device, budget_seconds=0.2 * budget_seconds)])[0]}
-
-    return {"products": products, "copies": copies, "small": small, "host": host}
-
-
-def _seconds_per_flop(dtype: torch.dtype, device: torch.device, *, budget_seconds: float) -> float:
-    """The least of square matrix products, of as many sizes as five calls each take less than five times the budget."""
-    sizes = _MATRIX_SIZES["cpu" if device.type == "cpu" else "cuda"]
-    found: list[float] = []
-    for n in sizes:
-        if found and 5 * found[-1] * 2 * n**3 > 5 * budget_seconds:
-            break
-        left, right = (torch.rand(n, n, device=device).to(dtype) for _ in range(2))
-        out = torch.empty_like(left)
-        product = partial(torch.mm, left, right, out=out)
-        seconds = time_call(product, device=device, budget_seconds=budget_seconds / len(sizes))
-        found.append(seconds / (2 * n**3))
-    return min(found)
-
-
-def _device(device: torch.device, times: Mapping[Any, Mapping[Any, float]]) -> Device:
-    return Device(
-        name=_device_name(device),
-        memory_bytes=device_memory_bytes(device),
-        flops={str(dtype): 1 / seconds for dtype, seconds in times["products"].items()},
-        memory_bandwidth=1 / times["copies"]["byte"],
-        op_overhead_seconds=times["small"]["call"],
-        framework_seconds=times["host"].get("kernel", 0.0),
-        launch_seconds=times["host"].get("launch", 0.0),
-        process_bytes=_CPU_PROCESS_BYTES if device.type == "cpu" else 0,
-    )
+# ---- parts -----------------------------------------------------------------------------------------------------------
 
 
 def _overlap(device: torch.device, all_reduce: CollectiveCurve | None, *, budget_seconds: float) -> float:
@@ -220,10 +157,6 @@ def _overlap(device: torch.device, all_reduce: CollectiveCurve | None, *, budget
     if abs(shares[0] - shares[1]) > _OVERLAPS_AGREE:
         shares.append(measure_overlap(device, all_reduce=all_reduce, budget_seconds=half))
     return statistics.median(shares)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _by_cost(graph: OpGraph) -> dict[KernelKey, tuple[Kernel, float]]:
@@ -249,16 +182,3 @@ def _try_call(kernel: Kernel, device: torch.device) -> Callable[[], None] | None
         return None
     synchronize(device)
     return call
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s) per rank"
-
-
-def device_memory_bytes(device: torch.device) -> int:
-    """Return what one rank may use, in bytes: the device's memory, or an equal share of the machine's."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total // world_size())

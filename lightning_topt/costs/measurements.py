@@ -60,9 +60,10 @@ class Measurements:
         directory: Path | None,
         refreshed: float | None,
         progress: Progress | None,
+        dropped: Entries | None = None,
     ) -> None:
         self.setup, self.device, self.entries, self.directory = setup, device, entries, directory
-        self._refreshed, self._progress = refreshed, progress
+        self._refreshed, self._progress, self._dropped = refreshed, progress, dropped or {}
 
     @classmethod
     def open(
@@ -90,12 +91,13 @@ class Measurements:
         folder = _directory(directory)
 
         def read() -> Entries:
-            reads = own_rank() == 0 and not refresh and folder is not None
-            return measurement_store.load(folder, setup) if reads and folder is not None else {}
+            return measurement_store.load(folder, setup) if own_rank() == 0 and folder is not None else {}
 
-        entries = from_rank_0(on_all_ranks(read))
-        refreshed = time.time() if refresh else None
-        return cls(setup, device=device, entries=entries, directory=folder, refreshed=refreshed, progress=progress)
+        stored = from_rank_0(on_all_ranks(read))
+        options: dict[str, Any] = {"device": device, "directory": folder, "progress": progress}
+        if refresh:
+            return cls(setup, entries={}, dropped=stored, refreshed=time.time(), **options)
+        return cls(setup, entries=stored, refreshed=None, **options)
 
     @property
     def path(self) -> Path | None:
@@ -108,7 +110,7 @@ class Measurements:
 
         What is stored is measured again where one exchange now takes six times as long as it should, or a sixth.
         """
-        stored = self._stored_cluster()
+        stored = self._cluster_in(self.entries)
         if stored is not None and _links_are_as_in(stored, self.device):
             return stored
         again = "" if stored is None else " again, since exchanges take another time than when it was measured"
@@ -118,6 +120,11 @@ class Measurements:
         cluster = calibrate(device=self.device, num_nodes=self.setup["num_nodes"], collectives=ops, datagrams=datagrams)
         self._add({self._name("cluster"): cluster.to_dict()})
         return cluster
+
+    @property
+    def cluster_before(self) -> Cluster | None:
+        """The cluster that was stored, which a `refresh` does not use; None where there was none."""
+        return self._cluster_in(self._dropped)
 
     def kernel_seconds(self, graph: OpGraph, *, budget_seconds: float = _KERNELS_SECONDS) -> dict[KernelKey, float]:
         """Return the seconds of the graph's kernels by `kernel_key`, as stored, else as `measure_kernels` measures them now.
@@ -191,8 +198,8 @@ class Measurements:
             return None
         return float(value) if math.isfinite(value) and value > 0 else None
 
-    def _stored_cluster(self) -> Cluster | None:
-        entry = self.entries.get(self._name("cluster"))
+    def _cluster_in(self, entries: Entries) -> Cluster | None:
+        entry = entries.get(self._name("cluster"))
         try:
             cluster = None if entry is None else Cluster.from_dict(entry.value)
         except ClusterError:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from lightning_topt.graph.op_config import LAYOUT
 from lightning_topt.graph.python_state import describe_surroundings
 
 ATOMS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
@@ -69,11 +70,15 @@ def find_equal(root: nn.Module) -> dict[str, int]:
 def state_of(module: nn.Module) -> Hashable | None:
     """Return what decides how a module that `find_equal` found behaves now and may have changed meanwhile; None if unknown.
 
-    Equal for modules that behave alike: plain attributes, hooks, which parameters are trained.
+    Equal for modules that behave alike: plain attributes, hooks, which parameters are trained, and how they are split.
     """
     try:
         return tuple(
-            (_attributes(m), tuple(len(vars(m)[name]) for name in HOOKS), tuple(p.requires_grad for p in _tensors(m)))
+            (
+                _attributes(m),
+                tuple(len(vars(m)[name]) for name in HOOKS),
+                tuple((p.requires_grad, vars(p).get(LAYOUT)) for p in _tensors(m)),
+            )
             for m in module.modules()
         )
     except NotPlain:

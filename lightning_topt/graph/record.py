@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.graph.autograd_nodes import AutogradNodes
 from lightning_topt.graph.collective_ops import is_collective, run_collective
+from lightning_topt.graph.fake import fake_device
 from lightning_topt.graph.kernels import (
     ALLOCATIONS,
     QUERIES,
@@ -155,7 +156,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run `func` and record it."""
         kwargs = kwargs or {}
         if func._schema.name in QUERIES:
-            return func(*args, **kwargs)
+            device = fake_device(func, args)  # autograd asks for it all the time
+            return func(*args, **kwargs) if device is None else device
         index = self._backward_op() if self.is_backward else self._forward_op(func)
         self.failed = func
         self._keep(func, args, kwargs)

@@ -233,7 +233,7 @@ def _close(recorder: Recorder, call: ObservedCall, result: Any, given: list[Tens
         call.claims[number] = storage.saved_by - call.ops[0] if claimed else None  # type: ignore[union-attr, operator]
     results = {id(result.storage) for result in call.results}
     alive = [s for s in made if s.died == float("inf") and id(s) not in results]
-    is_kept = all((s.saved and s.saved_by is not None) or id(s) in call.casts for s in alive)
+    is_kept = all(not s.saved or s.saved_by is not None or id(s) in call.casts for s in alive)
     differentiable = [tensor for tensor in tensors if tensor.requires_grad]
     if not is_kept or len(results) < len(tensors) or len(differentiable) != 1:
         return False

@@ -24,6 +24,7 @@ from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh, hybrid_mesh
 from lightning_topt.graph.no_trace import no_collection
+from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.chains import NO_BOUND, FoundPlans, search_chains
 from lightning_topt.plan.choose import PlanFrontier, PlanPoint
@@ -60,8 +61,8 @@ class SearchRequest:
             of several kinds of nodes.
         returns_memory: every plan is to keep a memory limit (see `TrainingStep`); plans that shard gradients always do so.
         capture_seconds: what making `graph` took, for the record.
-        max_seconds: CPU seconds of the search for one number of devices, after which the best plans so far are returned with
-            `error_bound`.
+        max_seconds: CPU seconds of the search for one number of devices, without captures of steps on slices, after which the
+            best plans so far are returned with `error_bound`.
         split: the same step as one whose parameters can be split over tensor axes; None: no mesh has one.
         mesh: the only mesh to look at, of as many ranks as each of `device_counts`; None: all.
         own_batches: look at meshes with a tensor axis only, whose ranks bring a batch each, as data ranks do: the ranks of a
@@ -153,9 +154,17 @@ def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
 def points_of(batch: PlanBatch) -> list[PlanPoint]:
     """Return the plans of `batch` with what they are predicted to cost."""
     step = batch.costs.step
-    placed = placed_tensors(step)
+    placed, known = placed_tensors(step), dict[Any, OpConfig]()
+
+    def on_slices(config: OpConfig, entries: Mapping[str, Any]) -> OpConfig:
+        """One object for blocks that are split alike: what is said of it need not be checked for each of them."""
+        key = config, tuple(entries.items())
+        if key not in known:
+            known[key] = replace(config, **entries)
+        return known[key]
+
     blocks = [
-        [BlockPlan(name, replace(c, **placed[name]) if name in placed else c) for c in legal]
+        [BlockPlan(name, on_slices(c, placed[name]) if name in placed else c) for c in legal]
         for name, legal in batch.configs.items()
     ]
     found = []
@@ -196,18 +205,17 @@ def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[Pla
     """Plans for `count` ranks and the best of them: without a tensor axis, then on the meshes with one that may be better."""
     if request.pipelines is not None and request.pipelines.is_given:
         return
-    deadline = time.thread_time() + request.max_seconds
-    spaces = [*_spaces(request, count)]
+    spaces, start = [*_spaces(request, count)], time.thread_time()
     found = search_chains(
         [c for space in spaces for c in space.chains()], max_seconds=request.max_seconds, epsilon=request.epsilon
     )
+    left = max(request.max_seconds - (time.thread_time() - start), 1e-3)
     yield spaces, found
     if request.mesh is not None or request.own_batches:
         return
     known = KnownPlans.of(found.batches).scaled(1 / (1 + request.epsilon))
     if spaces := [*_tensor_spaces(request, count, known)]:
         chains = [c for space in spaces for c in space.chains() if known.may_gain(c.table)]
-        left = max(deadline - time.thread_time(), 1e-3)
         yield spaces, search_chains(chains, max_seconds=left, epsilon=request.epsilon)
 
 

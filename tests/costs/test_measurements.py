@@ -174,7 +174,7 @@ def stored_cluster(directory, value, *, ranks, monkeypatch):
     monkeypatch.setattr(measurements, "world_size", lambda: ranks)
     found = Measurements.open(directory=directory)
     found.entries[found._name("cluster")] = Entry(time.time(), value)
-    return found._stored_cluster()
+    return found._cluster_in(found.entries)
 
 
 def test_measurements_by_scope_of_older_versions_are_read_where_they_have_all_groups(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -87,6 +89,25 @@ class Frozen(Block):
         self.up.requires_grad_(False)
 
 
+class Doubled(torch.autograd.Function):
+    """Holds its result until backward without saving it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.held = (x * 2).detach()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        ctx.held = None
+        return gradient * 2
+
+
+class Holds(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Doubled.apply(x))
+
+
 class Masked(Block):
     def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> tuple[Tensor, None]:
         return super().forward(x) * mask * scale, None
@@ -123,6 +144,7 @@ LEFT_OUT = {
     "nested": lambda: Net(Nested),
     "frozen": lambda: Net(Frozen),
     "arguments": lambda: Arguments(Masked),
+    "holds": lambda: Net(Holds),
 }
 
 # ---- what only looks alike -------------------------------------------------------------------------------------------
@@ -265,6 +287,18 @@ class Remembers(Block):
         return y
 
 
+KEEP = partial(collections.deque[Tensor](maxlen=1).append)  # what is in it is not looked at
+
+
+class Keeps(Block):
+    """Python holds what it made until the next block runs, where nobody sees it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            KEEP(x * 3)
+        return super().forward(x)
+
+
 class Remembered(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + sum(block.aux for block in self.blocks)
@@ -339,6 +373,7 @@ RUN = {
     "hooked": Hooked,
     "differently": Differently,
     "remembers": lambda: Remembered(Remembers),
+    "keeps": lambda: Net(Keeps),
     "in-place": lambda: Net(InPlace),
     "same-input": SameInput,
     "scales-last": lambda: ScalesLast(Scaled),

@@ -299,6 +299,8 @@ class SplitModel:
         placements = dict(made.placements)
         for model, *others in self._regions.all[1:]:
             of_model = [each for each in placements.items() if each[0].startswith(f"{model}.")]
+            inside = tuple(f"{block}." for block in others)  # which were not traced, where calls were left out
+            placements = {name: placed for name, placed in placements.items() if not name.startswith(inside)}
             placements |= {
                 f"{block}{name.removeprefix(model)}": placed for block in others for name, placed in of_model
             }

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.fake import empty_fake
+from lightning_topt.graph.fake import contiguous_stride, empty_fake
 from lightning_topt.graph.joint_module import JointModule
 from lightning_topt.graph.op_config import Placements, Shard
 from lightning_topt.graph.op_graph import OpGraph
@@ -42,6 +42,7 @@ from lightning_topt.techniques.tensor_parallel.split_parameters import check_spl
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
 
 _ADVICE = "some code works on tensors beside torch's functions; keep the parameters of this module and of those around it whole"
+_RULE = "_topt_rule"
 Results = list[tuple[str, tuple[tuple[int, ...], ...]]]
 
 
@@ -122,7 +123,9 @@ class _SplitRun:
             if path in self.joint:  # as in the run
                 submodule.forward = partial(self._run_joint, mode, steps, self.joint[path], submodule.forward)
             elif path in self.by_block and not self.joint:
-                submodule.forward = partial(_run_block, mode, self.by_block[path], submodule.forward)
+                rule = self.by_block[path]
+                submodule.forward = partial(_run_block, mode, rule, submodule.forward)
+                vars(submodule)[_RULE] = repr(replace(rule, block=""))  # tells it from blocks that run by others
         return OutsideMode(steps) if self.joint else mode
 
     def _run_joint(
@@ -178,7 +181,7 @@ def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: Ten
     check_split(name, tuple(parameter.shape), placements, axes)
     layout = Layout(tuple(parameter.shape), placements)
     shape, mode = layout.local_shape(axes.sizes), getattr(parameter, "fake_mode")  # noqa: B009
-    stride = torch.empty(shape, device="meta").stride()
+    stride = contiguous_stride(shape)
     with torch.no_grad():
         parameter.data = empty_fake(mode, like=(shape, stride, parameter.dtype, parameter.device))
     with_layout(parameter, layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -77,10 +78,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 RANKS = {"tensor_sequence": 4, "context": 4, "tensor_2d": 4, "tensor_3d": 8}
 
 
-def split_model(name: str) -> SplitModel:
+def split_model(name: str, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> SplitModel:
     make, batch = MODELS[name]
     module, trace = make(), FunctionTrace()
-    return SplitModel(module, batch(), capture(module, batch(), adapt=trace.of, batch_scaling=False), trace)
+    graph = capture(module, batch(), adapt=trace.of, batch_scaling=False, forward_context=context)
+    return SplitModel(module, batch(), graph, trace, forward_context=context)
 
 
 def layout_of_model(model: SplitModel, layout: str, *, cluster: Cluster = FAST) -> tuple[SplitLayout, tuple[Axis, ...]]:
@@ -181,8 +183,13 @@ def test_slices_that_were_saved_go_with_the_backward_of_their_gather() -> None:
     assert local.grad.tolist() == [8.0, 16.0]
 
 
+def bfloat16() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("context", [nullcontext, bfloat16])
 @pytest.mark.parametrize("layout", ["tensor_sequence", "tensor_2d"])
-def test_blocks_alike_are_captured_once(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_alike_are_captured_once(layout: str, context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def deep() -> nn.Module:
         module = ByteGPT(5, 32, 4, 8)
         module.log = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
@@ -197,7 +204,7 @@ def test_blocks_alike_are_captured_once(layout: str, monkeypatch: pytest.MonkeyP
 
     run_block = SplitMode.run_block
     monkeypatch.setattr(SplitMode, "run_block", counted)
-    model = split_model("deep")
+    model = split_model("deep", context)
     found = layout_of_model(model, layout)
     short = model.local_graph_of(*found)
     blocks = Counter(name for name in ran if name.startswith("blocks."))
@@ -205,3 +212,41 @@ def test_blocks_alike_are_captured_once(layout: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(step_run, "find_equal", lambda module: {})
     model._graphs.clear()
     assert model.local_graph_of(*found) == short is not None
+
+
+@pytest.mark.parametrize("layout", ["tensor_sequence", "tensor_2d"])
+def test_blocks_that_were_not_traced_are_placed_as_the_first_one(layout: str) -> None:
+    """The norms of all blocks are whole by step, also of those whose calls the trace has not."""
+
+    def deep() -> nn.Module:
+        return Language(partial(llama, layers=5))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "deep", (deep, partial(ids, BATCH, 8)))
+        model = split_model("deep")
+        found, _ = layout_of_model(model, layout)
+    of_block = [
+        {n.partition(f"layers.{i}.")[2]: p for n, p in found.placements.items() if f"layers.{i}." in n}
+        for i in range(5)
+    ]
+    assert of_block[0] and all(each == of_block[0] for each in of_block)
+
+
+@pytest.mark.parametrize("odd", ["placements", "rules"])
+def test_a_block_that_is_split_otherwise_is_captured_itself(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deep() -> nn.Module:
+        module = ByteGPT(5, 32, 4, 8)
+        module.log = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
+        return module
+
+    monkeypatch.setitem(MODELS, "deep", (deep, partial(ids, BATCH, 9)))
+    model = split_model("deep")
+    found, along = layout_of_model(model, "tensor_sequence")
+    placements = {n: p for n, p in found.placements.items() if odd == "rules" or not n.startswith("blocks.3.mlp")}
+    rules = {n: BlockRule(n) if (n, odd) == ("blocks.3", "rules") else rule for n, rule in found.rules.items()}
+    changed = SplitLayout(placements, rules)
+    assert changed != found
+    short = model.local_graph_of(changed, along)
+    monkeypatch.setattr(step_run, "find_equal", lambda module: {})
+    model._graphs.clear()
+    assert model.local_graph_of(changed, along) == short is not None

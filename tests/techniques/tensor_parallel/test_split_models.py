@@ -35,12 +35,12 @@ def values(*shape: int) -> Tensor:
 # ---- Hugging Face ---------------------------------------------------------------------------------------------------
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 2) -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=48,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
     )

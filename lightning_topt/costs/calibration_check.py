@@ -1,0 +1,156 @@
+"""How well a calibration reproduces itself: what its table says beside what is measured, once more and in other places.
+
+    constant                    points
+    a rate of products          each size that was measured; the table has one rate for all
+    memory, kernels, faults     the same measurement once more
+    a collective                the sizes of its curve once more, and the means between them, where the table interpolates
+    a link                      the curves of groups that it joins; the table has the ring formulas of `communication`
+
+error of a point = |table / measured - 1|, of seconds. Links are asked for groups without a curve alone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lightning_topt.basics.units import format_bytes
+from lightning_topt.costs.cluster import Cluster, Link
+from lightning_topt.costs.collective_curves import CollectiveCurve, CurveKey
+from lightning_topt.costs.communication import ring_seconds
+from lightning_topt.costs.global_state import kept_global_state
+from lightning_topt.costs.groups import Group, mesh_groups
+from lightning_topt.costs.measured_device import device_timers, product_flops
+from lightning_topt.costs.measured_links import collective_timers, process_groups
+from lightning_topt.costs.page_faults import measure_page_faults
+from lightning_topt.costs.ranks import average
+from lightning_topt.costs.repetition import fastest
+
+_ROUNDS = 2  # of which the fastest counts, as in a calibration
+_GROUP_SHARE = 0.15  # of the time, for each kind of group
+
+
+@dataclass(frozen=True)
+class CheckedPoint:
+    """Seconds of one point `at` which a constant was looked at, as the table has them and as they were measured."""
+
+    constant: str
+    at: str
+    table: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """By how much the table is off, as a share of what was measured; below 0 where it has less."""
+        return self.table / self.measured - 1
+
+
+@dataclass(frozen=True)
+class CheckedConstant:
+    """The errors of a constant at its points: shares, and where the largest is."""
+
+    constant: str
+    points: int
+    median: float
+    largest: float
+    at: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def summarize(points: Sequence[CheckedPoint]) -> list[CheckedConstant]:
+    """Return the errors of each constant, in the order in which they come first."""
+    found = []
+    for constant in dict.fromkeys(point.constant for point in points):
+        own = [point for point in points if point.constant == constant]
+        worst = max(own, key=lambda point: abs(point.error))
+        median = statistics.median(abs(point.error) for point in own)
+        found.append(CheckedConstant(constant, len(own), median, abs(worst.error), worst.at))
+    return found
+
+
+@kept_global_state()
+def check_calibration(
+    cluster: Cluster, *, device: torch.device | str = "cpu", budget_seconds: float = 1.5
+) -> list[CheckedPoint]:
+    """Return what `cluster`, which `calibrate` has measured with these ranks, says beside what is measured now, in about
+    `budget_seconds`. Collective: every rank calls it, and gets the same.
+    """
+    device, half = torch.device(device), budget_seconds / _ROUNDS
+    devices = device_timers(device, budget_seconds=0.5 * half)
+    groups = mesh_groups(cluster.num_devices, devices_per_node=cluster.devices_per_node)
+    ops = {op for op, *_ in cluster.collectives}
+    budgets = {group: (0.5 if group.size == cluster.num_devices else _GROUP_SHARE) * half for group in groups}
+    with process_groups(groups) as made:
+        timers = collective_timers(made, ops=ops, device=device, budgets=budgets)
+        timers = {key: timer for key, timer in timers.items() if key in cluster.collectives}
+        for key, timer in timers.items():
+            timer.sizes = sizes_between(cluster.collectives[key])
+        parts: dict[Any, Callable[[], Mapping[Any, float]]] = {**devices, **timers}
+        rounds = [{name: measure() for name, measure in parts.items()} for _ in range(_ROUNDS)]
+    times = {name: fastest([each[name] for each in rounds]) for name in parts}
+    faults = average([measure_page_faults(device)])[0]
+    return [
+        *_device_points(cluster, times, faults=faults),
+        *(point for key in timers for point in _curve_points(key, cluster.collectives[key], times[key])),
+        *_link_points(cluster),
+    ]
+
+
+def sizes_between(curve: CollectiveCurve) -> list[int]:
+    """Return the sizes of a curve, and the geometric means of neighbours, ascending."""
+    means = (math.sqrt(a * b) for a, b in zip(curve.sizes, curve.sizes[1:], strict=False))
+    return sorted({int(size) for size in (*curve.sizes, *means)})
+
+
+def _device_points(
+    cluster: Cluster, times: Mapping[Any, Mapping[Any, float]], *, faults: float
+) -> Iterator[CheckedPoint]:
+    device = cluster.device
+    for (dtype, size), seconds in times["products"].items():
+        table = product_flops(size) / device.flops_of(dtype)
+        yield CheckedPoint(f"rate of {dtype} products", f"{size} x {size}", table, seconds)
+    host = times["host"]
+    again = [
+        ("memory bandwidth", 1 / device.memory_bandwidth, times["copies"]["byte"]),
+        ("smallest kernel", device.op_overhead_seconds, times["small"]["call"]),
+        ("framework around a kernel", device.framework_seconds, host.get("kernel", 0.0)),
+        ("launch of a kernel", device.launch_seconds, host.get("launch", 0.0)),
+        ("page faults", device.page_fault_seconds_per_byte, faults),
+    ]
+    yield from (CheckedPoint(name, "once more", table, now) for name, table, now in again if table > 0 and now > 0)
+
+
+def _curve_points(key: CurveKey, curve: CollectiveCurve, times: Mapping[Any, float]) -> Iterator[CheckedPoint]:
+    for size, seconds in sorted(times.items()):
+        place = format_bytes(size) + ("" if size in curve.sizes else ", between measured sizes")
+        yield CheckedPoint(name_of(key), place, curve.seconds_at(size), seconds)
+
+
+def _link_points(cluster: Cluster) -> Iterator[CheckedPoint]:
+    """The formula of a link at the points of the curves in groups that it alone joins."""
+    local = cluster.devices_per_node
+    links: list[tuple[str, Link | None, Group]] = [
+        ("link inside nodes, as rings", cluster.intra, Group(local)),
+        ("link between nodes, as rings", cluster.inter, Group(cluster.num_nodes, local)),
+    ]
+    for name, link, group in links:
+        for (op, *own), curve in cluster.collectives.items():
+            if link is None or op == "all_to_all" or own != [group.size, group.stride]:
+                continue
+            for size, seconds in zip(curve.sizes, curve.seconds, strict=True):
+                table = ring_seconds(op, size=size, ranks=group.size, link=link)
+                yield CheckedPoint(name, f"{op} of {format_bytes(size)}", table, seconds)
+
+
+def name_of(key: CurveKey) -> str:
+    """Return a curve's name for people."""
+    op, size, stride = key
+    return f"{op} of {size} ranks" + (f", every {stride}th" if stride > 1 else "")

@@ -1,6 +1,6 @@
 """One rank of the benchmarks of the bounded-loss exchange: sums of buckets, step by step, nothing else.
 
-Started in a lab by `bounded_loss_tail`, `bounded_loss_shared` and `bounded_loss_growth`; writes seconds per step as JSON.
+Started in a lab by `bounded_loss_shared` and `bounded_loss_priorities`; writes seconds per step as JSON.
 """
 
 from __future__ import annotations
@@ -29,9 +29,17 @@ class Bounded:
     """Our exchange, with error feedback as its users have it."""
 
     def __init__(
-        self, rank: int, world_size: int, tolerance: float, buckets: list[Tensor], *, backward: float, priorities: bool
+        self,
+        rank: int,
+        world_size: int,
+        tolerance: float,
+        buckets: list[Tensor],
+        *,
+        backward: float,
+        priorities: bool,
+        name: str = "bounded",
     ) -> None:
-        store = PrefixStore("bounded", _get_default_store())
+        store = PrefixStore(name, _get_default_store())
         self.exchange = connect_over_store(store, rank=rank, world_size=world_size)
         self.tolerance, self.lost, self.steps = tolerance, 0.0, 0
         self.residuals = [bucket.clone() for bucket in buckets]
@@ -55,13 +63,19 @@ class Bounded:
                     priority=min(3, 4 * index // len(buckets)) if self.priorities else 0,
                 )
             )
-            time.sleep(self.backward / len(buckets))
+            if self.backward:
+                time.sleep(self.backward / len(buckets))
         for index, handle in enumerate(handles):
             outcome = handle.wait(120)
             outcome.keep_only(self.residuals[index].numpy())
             self.lost += outcome.lost_share / len(handles)
         self.steps += 1
         self.arrivals.append([handle.finished - begun for handle in handles])
+
+    def reset(self) -> None:
+        """Count from here."""
+        self.exchange.statistics()
+        self.lost, self.steps, self.arrivals = 0.0, 0, []
 
     def result(self) -> dict[str, Any]:
         statistics = self.exchange.statistics()
@@ -76,8 +90,8 @@ class Bounded:
         self.exchange.close()
 
 
-def all_reduce(buckets: list[Tensor]) -> None:
-    works = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
+def all_reduce(buckets: list[Tensor], group: Any = None) -> None:
+    works = [dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets]
     for work in works:
         work.wait()
 
@@ -89,20 +103,20 @@ def half_all_reduce(buckets: list[Tensor]) -> None:
         bucket.copy_(half)
 
 
-def parameter_server(buckets: list[Tensor]) -> None:
+def parameter_server(buckets: list[Tensor], group: Any = None) -> None:
     """The papers' setting: rank 0 gathers all gradients and sends the sum to everybody."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for bucket in buckets:
         if rank:
-            dist.send(bucket, 0)
-            dist.recv(bucket, 0)
+            dist.send(bucket, 0, group=group)
+            dist.recv(bucket, 0, group=group)
             continue
         parts = [torch.empty_like(bucket) for _ in range(world_size - 1)]
-        for work in [dist.irecv(part, peer + 1) for peer, part in enumerate(parts)]:
+        for work in [dist.irecv(part, peer + 1, group=group) for peer, part in enumerate(parts)]:
             work.wait()
         for part in parts:
             bucket.add_(part)
-        for work in [dist.isend(bucket, peer + 1) for peer in range(world_size - 1)]:
+        for work in [dist.isend(bucket, peer + 1, group=group) for peer in range(world_size - 1)]:
             work.wait()
 
 
@@ -137,7 +151,7 @@ def main() -> None:
         if number == options.warm_up:
             before, begun = sent_bytes(), time.time()
             if options.method == "bounded":
-                step.result()
+                step.reset()
         dist.barrier()
         start = time.perf_counter()
         step(buckets)

@@ -145,7 +145,7 @@ class Lab:
             at_random = ["-m", "statistic", "--mode", "random", "--probability", f"{self.loss:.6f}"]
             _sh(*inside, "iptables", "-A", "INPUT", "-i", "eth0", *at_random, "-j", "DROP")
         if self.congestion:
-            _allow_in_namespaces(self.congestion)
+            allow_in_namespaces(self.congestion)
             _sh(*inside, "sh", "-c", f"echo {self.congestion} > {CONGESTION / 'tcp_congestion_control'}")
 
     def __exit__(
@@ -273,7 +273,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int |
     return next(rank for rank, process in enumerate(processes) if process.poll() is None)
 
 
-def _allow_in_namespaces(congestion: str) -> None:
+def allow_in_namespaces(congestion: str) -> None:
     """Let processes of namespaces choose a congestion control of this machine; what the machine itself uses stays."""
     allowed = CONGESTION / "tcp_allowed_congestion_control"
     if congestion not in allowed.read_text().split():

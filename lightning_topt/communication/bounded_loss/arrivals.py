@@ -7,10 +7,12 @@ import numpy as np
 from lightning_topt.communication.bounded_loss.control_messages import BY_BOTH, BY_DATAGRAM, send_control, send_report
 from lightning_topt.communication.bounded_loss.data_arrivals import FURTHEST_JUMP, find_slot, reject, take_data
 from lightning_topt.communication.bounded_loss.datagram import (
+    ASK,
     BITMAP,
     CONTRIBUTION,
     FAILED,
     HEADER_BYTES,
+    LATER,
     LEAVE,
     OPEN,
     PING,
@@ -20,6 +22,7 @@ from lightning_topt.communication.bounded_loss.datagram import (
     RESULT,
     STOP,
     SYNC,
+    TURN,
     unwrapped,
 )
 from lightning_topt.communication.bounded_loss.part_progress import (
@@ -67,11 +70,13 @@ from lightning_topt.communication.bounded_loss.tables import (
     STEP,
     STOPPED,
     TENSOR,
+    TO_SEND,
     TRIES,
     UNREPORTED,
     WAIT_OPEN,
     WRONG_PLACE,
 )
+from lightning_topt.communication.bounded_loss.turns import take_turn_message
 
 
 @inner
@@ -89,6 +94,8 @@ def take_control(t: int, peer: int, address: int, size: int, arrived: int, is_st
     elif kind == FAILED and body == 8 and is_stream:
         row[FAILED_RANK] = 1 + load64(address + HEADER_BYTES)
         config_row(t)[EVENTS] += 1
+    elif kind == TURN and body == 0 and ASK <= load8(address + 1) <= LATER:
+        take_turn_message(t, peer, load8(address + 1), now)
     elif kind == LEAVE and is_stream:
         row[LEFT] = 1
     elif kind in (OPEN, PROBE, BITMAP, STOP):
@@ -196,14 +203,14 @@ def _take_bitmap(t: int, slot: int, peer: int, of: int, serial: int, address: in
         return
     if flow[STATE] != PROBING or serial != flow[SERIAL]:
         return
-    missing = False
+    missing = 0
     for word in range(words):
         bit_row(t, slot, peer, way)[word] |= np.uint64(load64(address + 8 * word))
     for index in range(flow[COUNT]):
-        missing = missing or not has_bit(bit_row(t, slot, peer, way), index)
+        missing += not has_bit(bit_row(t, slot, peer, way), index)
     flow[TRIES] = 0
     if missing:
-        flow[STATE], flow[NEXT] = SENDING, 0
+        flow[STATE], flow[NEXT], flow[TO_SEND] = SENDING, 0, missing
         slot_row(t, slot)[PROGRESS_NS] = now
 
 

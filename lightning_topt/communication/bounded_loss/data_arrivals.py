@@ -45,6 +45,7 @@ from lightning_topt.communication.bounded_loss.tables import (
     RECEIVED,
     RECEIVED_DATAGRAMS,
     RECEIVING,
+    RECENT_SLOT,
     REJECTED,
     STAMP_SEEN,
     STATE,
@@ -68,8 +69,12 @@ def reject(t: int, reason: int) -> None:
 @inner
 def find_slot(t: int, tensor: int) -> int:
     """Return the slot of a tensor, -1 where this rank does not know it."""
-    for slot in range(config_row(t)[USED_SLOTS]):
+    config = config_row(t)
+    if config[RECENT_SLOT] < config[USED_SLOTS] and slot_row(t, config[RECENT_SLOT])[TENSOR] == tensor:
+        return config[RECENT_SLOT]
+    for slot in range(config[USED_SLOTS]):
         if slot_row(t, slot)[TENSOR] == tensor:
+            config[RECENT_SLOT] = slot
             return slot
     return -1
 

@@ -27,6 +27,7 @@ from lightning_topt.communication.bounded_loss.rate_rule import (
     BURST,
     BURST_USED,
     LIMITED,
+    REFUSED_IN_ROUND,
     WINDOW,
     pacing_rate,
 )
@@ -86,6 +87,7 @@ from lightning_topt.communication.bounded_loss.tables import (
     PRIORITY,
     PROBING,
     RANK,
+    REFUSED_DATAGRAMS,
     REPORT_HIGHEST,
     RESENT_DATAGRAMS,
     SEND_AT_ONCE,
@@ -100,6 +102,7 @@ from lightning_topt.communication.bounded_loss.tables import (
     SYNC_NS,
     SYNC_TRIES,
     TENSOR,
+    TO_SEND,
     TRIES,
     UDP,
     USED_SLOTS,
@@ -107,11 +110,14 @@ from lightning_topt.communication.bounded_loss.tables import (
     WORLD,
     WRITABLE,
 )
+from lightning_topt.communication.bounded_loss.turns import WITHOUT_TURN, after_batch, turn_room, without_data
 
-BATCH_SECONDS = 8e-5  # what one call sends takes that long at the rate: short against the queues on the way
+BATCH_SECONDS = 1.2e-4  # what one call sends takes that long at the rate: short against the queues on the way
 SLACK_SECONDS = 5e-3  # of data may be under way without a report: a receiver's thread may be late
 LEAST_IN_FLIGHT = 16  # datagrams
-IO_ERROR, INVALID = 5, 22
+BUCKET_BYTES = 15_500  # token buckets of 16 kB, which are common, take a piece as it is; they cut longer ones
+IO_ERROR, INVALID, NO_BUFFERS = 5, 22, 105
+REFUSED = -2
 MOST_TIMER = 1 << 62
 CAPABLE = 2  # ECN: packets may be marked instead of dropped
 
@@ -171,7 +177,10 @@ def _fill_batch(t: int, slot: int, peer: int, way: int, most: int, clock: int) -
 
 @inner
 def _transmit(t: int, peer: int, count: int, tos: int) -> int:
-    """Send the batch: in one piece that the kernel cuts, or one by one. Returns how many left; lost on errors but EAGAIN."""
+    """Send the batch: in one piece that the kernel cuts, or one by one.
+
+    Returns how many left; `REFUSED` where a full queue of this host took none. On other errors they are lost.
+    """
     config, ancillary = config_row(t), table(t, SEND_CONTROL)
     name, flags = source_of(t, peer), np.int32(DONT_WAIT | NO_SIGNAL)
     counter_row(t)[SEND_CALLS] += 1
@@ -183,6 +192,8 @@ def _transmit(t: int, peer: int, count: int, tos: int) -> int:
         error = error_number()
         if error in (AGAIN, INTERRUPTED):
             return 0
+        if error == NO_BUFFERS:
+            return REFUSED
         if error != IO_ERROR and error != INVALID:
             return count
         config[OFFLOAD] = 0  # a device or kernel without it says so only here
@@ -192,16 +203,24 @@ def _transmit(t: int, peer: int, count: int, tos: int) -> int:
     sent = send_messages(np.int32(config[UDP]), table(t, SEND), np.uint32(count), flags)
     if sent >= 0:
         return sent
-    return 0 if error_number() == AGAIN or error_number() == INTERRUPTED else count
+    error = error_number()
+    if error == NO_BUFFERS:
+        return REFUSED
+    return 0 if error in (AGAIN, INTERRUPTED) else count
 
 
 @inner
 def _send_batch(t: int, slot: int, peer: int, way: int, most: int, now: int) -> int:
-    """Send the next segments of one way; returns their bytes, -1 where the socket takes no more."""
+    """Send the next segments of one way; returns their bytes, -1 where the socket takes no more, `REFUSED` where the queue."""
     config, flow, row = config_row(t), flow_row(t, slot, peer, way), peer_row(t, peer)
     before = flow[NEXT]
     count, tos = _fill_batch(t, slot, peer, way, most, nanoseconds(CLOCK_REALTIME, table(t, WORK)))
     sent = _transmit(t, peer, count, tos) if count else 0
+    if sent == REFUSED:
+        flow[NEXT] = before
+        rate_row(t, peer)[REFUSED_IN_ROUND] += count
+        counter_row(t)[REFUSED_DATAGRAMS] += count
+        return REFUSED
     if sent < count:  # the rest again: find the first that did not leave
         flow[NEXT] = before if sent == 0 else load32(table(t, SEND_HEADERS) + HEADER_BYTES * sent + 20) - flow[FIRST]
     row[NEXT_SEQUENCE] += sent
@@ -235,9 +254,15 @@ def _send_to(t: int, peer: int, now: int) -> bool:
     config, row, rate = config_row(t), peer_row(t, peer), rate_row(t, peer)
     slot, way = _most_urgent(t, peer)
     if slot < 0:
+        without_data(t, peer)
         return False
+    turn = turn_room(t, peer, now)
+    if turn <= 0:
+        turn = WITHOUT_TURN
+        if flow_row(t, slot, peer, way)[TO_SEND] > WITHOUT_TURN:
+            return False
     in_flight = row[NEXT_SEQUENCE] - 1 - row[REPORT_HIGHEST]
-    room = most_in_flight(t, peer) - in_flight
+    room = min(turn, most_in_flight(t, peer) - in_flight)
     if room <= 0:
         rate[LIMITED] = 1.0
         _ask_for_report(t, peer, now)
@@ -249,9 +274,15 @@ def _send_to(t: int, peer: int, now: int) -> bool:
     row[SYNC_TRIES], row[SYNC_NS] = 0, 0
     speed = pacing_rate(rate, config[DATAGRAM])
     most = max(1, min(SEND_AT_ONCE, 65000 // config[DATAGRAM], int(speed * BATCH_SECONDS / config[DATAGRAM]), room))
+    if most < 2 * BUCKET_BYTES // config[DATAGRAM]:
+        most = max(1, min(most, BUCKET_BYTES // config[DATAGRAM]))
     nbytes = _send_batch(t, slot, peer, way, most, now)
+    if nbytes == REFUSED:  # what is before it leaves at the rate of the link
+        row[PACE_NS] = now + int(BATCH_SECONDS / 2 * 1e9)
+        config[NEXT_TIMER] = min(config[NEXT_TIMER], row[PACE_NS])
     if nbytes < 0:
         return False
+    after_batch(t, peer)
     # A thread that was late makes up for it, as far as the queues on the way have taken bursts before.
     late = now - row[PACE_NS] - int(BATCH_SECONDS * 1e9)
     credit = min(late, int(rate[BURST] * config[DATAGRAM] / speed * 1e9))

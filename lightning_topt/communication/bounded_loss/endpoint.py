@@ -13,7 +13,7 @@ from lightning_topt.communication.bounded_loss.control_messages import SOL_UDP, 
 
 RECEIVE_BUFFER, SEND_BUFFER = 4 << 20, 1 << 19  # bytes that are asked for; the kernel gives what its limits allow
 _BUFFER_FORCE = {socket.SO_RCVBUF: 33, socket.SO_SNDBUF: 32}  # the same beyond the limits, for root
-_TIMESTAMP, _RECEIVE_TOS, _MTU = 35, 13, 14
+_TIMESTAMP, _RECEIVE_TOS, _MTU, _RECEIVE_ERRORS = 35, 13, 14, 11
 _HEADERS = 28  # of IPv4 and UDP
 _HELLO = struct.Struct("<8sqiiii")
 _MAGIC = b"topt-bl1"
@@ -85,6 +85,7 @@ def open_endpoint(host: str) -> Endpoint:
             datagrams.setsockopt(socket.SOL_SOCKET, option, size)
     _try(datagrams, socket.SOL_SOCKET, _TIMESTAMP, 1)
     _try(datagrams, socket.IPPROTO_IP, _RECEIVE_TOS, 1)
+    _try(datagrams, socket.IPPROTO_IP, _RECEIVE_ERRORS, 1)  # so that sendmsg tells what a queue of this host drops
     coalesces = _try(datagrams, SOL_UDP, UDP_GRO, 1)
     return Endpoint(host, datagrams, listener, coalesces, _try(datagrams, SOL_UDP, UDP_SEGMENT, 0))
 

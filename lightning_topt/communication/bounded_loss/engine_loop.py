@@ -18,6 +18,7 @@ from lightning_topt.communication.bounded_loss.control_messages import (
 from lightning_topt.communication.bounded_loss.data_arrivals import reject
 from lightning_topt.communication.bounded_loss.data_sending import MOST_TIMER, send_data
 from lightning_topt.communication.bounded_loss.datagram import HEADER_BYTES, is_valid
+from lightning_topt.communication.bounded_loss.part_progress import sum_more
 from lightning_topt.communication.bounded_loss.raw_memory import (
     CLOCK_MONOTONIC,
     CLOCK_REALTIME,
@@ -65,12 +66,14 @@ from lightning_topt.communication.bounded_loss.tables import (
     RECEIVE_AT_ONCE,
     RECEIVE_BYTES,
     RECEIVE_CALLS,
+    RECEIVED_DATAGRAMS,
     REPORTED_NS,
     RETURN_NS,
     STREAM,
     STREAM_BYTES,
     STREAM_FILLED,
     STREAM_FRAMES,
+    SUMS,
     TRUNCATED,
     UDP,
     UNREPORTED,
@@ -81,14 +84,17 @@ from lightning_topt.communication.bounded_loss.tables import (
     WRONG_SIZE,
     WRONG_SOURCE,
 )
+from lightning_topt.communication.bounded_loss.turns import end_silent_turn
 from lightning_topt.communication.compiled import compiled
 
 SET_TIMER_SLACK = 29  # of prctl
 SOL_SOCKET, TIMESTAMP, TRUNCATED_FLAG = 1, 35, 0x20
 READABLE, CAN_WRITE, BROKEN = 0x1, 0x4, 0x8 | 0x10 | 0x20
-REPORT_EVERY_NS, REPORT_AT = 300_000, 32  # datagrams
+REPORT_EVERY_NS, REPORT_AT = 500_000, 64  # datagrams
 RECEIVE_TURNS, SEND_TURNS = 4, 8  # calls before the other direction gets its turn
 CONGESTION_MARK = 3
+ERROR_QUEUE = 0x2000
+RECEIVE_PAUSE_NS = 70_000  # after data: what comes meanwhile is taken together
 
 
 @inner
@@ -159,6 +165,18 @@ def receive_datagrams(t: int, now: int) -> int:
 
 
 @inner
+def _forget_errors(t: int) -> None:
+    """Empty the queue of what hosts answered to datagrams: who is gone is told by the side channel."""
+    receive_messages(
+        np.int32(config_row(t)[UDP]),
+        table(t, RECEIVE),
+        np.uint32(RECEIVE_AT_ONCE),
+        np.int32(DONT_WAIT | ERROR_QUEUE),
+        0,
+    )
+
+
+@inner
 def receive_stream(t: int, peer: int, now: int) -> None:
     """Receive what waits on the side channel of `peer`; its end, or nonsense, closes it."""
     row, config = peer_row(t, peer), config_row(t)
@@ -206,13 +224,18 @@ def _send_reports(t: int, now: int) -> None:
 
 
 @inner
-def _sleep(t: int, now: int) -> None:
-    """Sleep until a socket has something or the next time to act, and note what is ready."""
+def _sleep(t: int, now: int, busy: bool) -> None:
+    """Sleep until a socket has something or the next time to act, and note what is ready.
+
+    While data come (`busy`) their socket is looked at every so often: to be woken by each costs more than they do.
+    """
     config, world = config_row(t), config_row(t)[WORLD]
     until = min(config[NEXT_TIMER], config[RETURN_NS])
+    if busy:
+        until = min(until, now + RECEIVE_PAUSE_NS)
     wait = max(0, until - now)
     files = integers(table(t, FILES), world + 2)
-    files[0] = config[UDP] | (READABLE | (0 if config[WRITABLE] else CAN_WRITE)) << 32
+    files[0] = config[UDP] | ((0 if busy else READABLE) | (0 if config[WRITABLE] else CAN_WRITE)) << 32
     files[1] = config[WAKE] | READABLE << 32
     for peer in range(world):
         row = peer_row(t, peer)
@@ -256,20 +279,25 @@ def run_loop(t: int) -> int:
     timespec = table(t, WORK)
     while True:
         now = nanoseconds(CLOCK_MONOTONIC, timespec)
+        before = counter_row(t)[RECEIVED_DATAGRAMS]
         for _ in range(RECEIVE_TURNS):
             if receive_datagrams(t, now) < RECEIVE_AT_ONCE:
                 break
         config[NEXT_TIMER] = MOST_TIMER
         _send_reports(t, now)
         repeat_probes(t, now)
+        end_silent_turn(t, now)
+        sum_more(t)
         sent = send_data(t, now, SEND_TURNS)
         if config[EVENTS] or now >= config[RETURN_NS]:
             return 0
-        if sent == SEND_TURNS:
+        if sent == SEND_TURNS or config[SUMS]:
             config[NEXT_TIMER] = now
-        _sleep(t, nanoseconds(CLOCK_MONOTONIC, timespec))
+        _sleep(t, nanoseconds(CLOCK_MONOTONIC, timespec), counter_row(t)[RECEIVED_DATAGRAMS] > before)
         if _ready(t, 0) & CAN_WRITE:
             config[WRITABLE] = 1
+        if _ready(t, 0) & BROKEN:
+            _forget_errors(t)
         _serve_streams(t, now)
         if _ready(t, 1):
             return 1

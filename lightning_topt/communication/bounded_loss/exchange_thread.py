@@ -43,6 +43,7 @@ class ExchangeThread:
         self._waiting: deque[tuple[Part, Handle]] = deque()  # until nobody needs the step before
         self._active: dict[int, tuple[Part, Handle]] = {}  # by slot
         self._closing: float | None = None  # seconds, when to leave at the latest
+        self._more_to_open = False
         self._work = np.empty(part_segments + 1, np.int64)
         self._thread = threading.Thread(target=self._run, name="bounded-loss-exchange", daemon=True)
         self._thread.start()
@@ -79,6 +80,7 @@ class ExchangeThread:
         try:
             while not self._may_leave():
                 pause = self.timeout_seconds / CHECKS if self._closing is None else 0.05
+                pause = 0.0 if self._more_to_open else pause
                 self.t.config[tables.RETURN_NS] = time.monotonic_ns() + int(pause * 1e9)
                 if run_loop(self.t.address):
                     os.eventfd_read(int(self.t.config[tables.WAKE]))
@@ -118,7 +120,6 @@ class ExchangeThread:
                 self.t.rates[:, TARGET] = handle.tolerance * TARGET_SHARE
             else:
                 self.t.rates[:, TARGET] = np.maximum(self.t.rates[:, TARGET], DEFAULT_TARGET)
-        self._open_waiting()
 
     def _make(self, handle: Handle, exact: Exact) -> BucketParts:
         first = int(self.t.config[tables.USED_SLOTS])
@@ -133,7 +134,8 @@ class ExchangeThread:
         return made
 
     def _open_waiting(self) -> None:
-        """Open the parts whose last step nobody needs any more."""
+        """Open a part whose last step nobody needs any more; the loop comes back for the next, so that data need not wait."""
+        self._more_to_open = False
         for _ in range(len(self._waiting)):
             part, handle = self._waiting.popleft()
             if self.t.slots[part.slot, tables.ACTIVE]:
@@ -143,6 +145,8 @@ class ExchangeThread:
             fill_slot(self.t, part, handle, by_size=self.by_size)
             self._active[part.slot] = part, handle
             open_part(self.t.address, part.slot, handle.tolerance, time.monotonic_ns())
+            self._more_to_open = bool(self._waiting)
+            return
 
     def _hand_out(self) -> None:
         """Let go of who waits for buckets that are done."""

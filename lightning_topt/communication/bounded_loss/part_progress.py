@@ -19,7 +19,7 @@ from lightning_topt.communication.bounded_loss.shard_sum import (
     has_bit,
     segment_elements,
     set_first_bits,
-    sum_shard,
+    sum_segments,
 )
 from lightning_topt.communication.bounded_loss.table_views import (
     MESSAGE,
@@ -55,6 +55,7 @@ from lightning_topt.communication.bounded_loss.tables import (
     OUT_C,
     OUT_R,
     PROBE_NS,
+    PROBES_NS,
     PROGRESS_NS,
     RANK,
     RECEIVED,
@@ -67,16 +68,23 @@ from lightning_topt.communication.bounded_loss.tables import (
     STEP,
     STOPPED,
     SUM,
+    SUMMED,
+    SUMMING,
+    SUMS,
     TENSOR,
+    TO_SEND,
     TRIES,
     UNSTOPPED_C,
     UNSTOPPED_R,
+    USED_SLOTS,
     WAIT_OPEN,
     WAITING_C,
     WANTED,
     WORLD,
 )
 from lightning_topt.communication.compiled import compiled
+
+SEGMENTS_AT_ONCE = 32  # some tens of microseconds
 
 
 @inner
@@ -85,6 +93,7 @@ def _reset_way(t: int, slot: int, peer: int, way: int, shard: int, state: int) -
     flow[FIRST] = segments * shard // world
     flow[COUNT] = segments * (shard + 1) // world - flow[FIRST]
     flow[STATE], flow[RECEIVED], flow[NEXT], flow[SERIAL], flow[TRIES] = state, 0, 0, 0, 0
+    flow[TO_SEND] = flow[COUNT]
     bit_row(t, slot, peer, way)[:] = np.uint64(0)
 
 
@@ -93,7 +102,7 @@ def open_part(t: int, slot: int, tolerance: float, now: int) -> None:
     """Begin the next step of a part whose row in ``t.slots`` says what and where, and tell all ranks."""
     config, row = config_row(t), slot_row(t, slot)
     rank, world = config[RANK], config[WORLD]
-    row[ACTIVE], row[DONE], row[WANTED] = 1, 0, 0
+    row[ACTIVE], row[DONE], row[WANTED], row[SUMMING] = 1, 0, 0, 0
     row[PROGRESS_NS] = row[STARTED_NS] = now
     row[WAITING_C] = row[MISSING_R] = row[UNSTOPPED_C] = row[UNSTOPPED_R] = 0
     if row[BY_SIZE]:
@@ -114,6 +123,7 @@ def open_part(t: int, slot: int, tolerance: float, now: int) -> None:
             if flow_row(t, slot, peer, OUT_C)[OPENED] >= row[STEP]:
                 flow_row(t, slot, peer, OUT_C)[STATE] = SENDING
             flow_row(t, slot, peer, OUT_C)[PROBE_NS] = now + answer_nanoseconds(t, peer, 0)
+            config[PROBES_NS] = min(config[PROBES_NS], flow_row(t, slot, peer, OUT_C)[PROBE_NS])
         if own == 0:
             flow_row(t, slot, peer, IN_C)[STATE], flow_row(t, slot, peer, OUT_R)[STATE] = CLOSED_WAY, STOPPED
         else:
@@ -153,7 +163,7 @@ def send_bitmap(t: int, slot: int, peer: int, way: int, kind: int, serial: int, 
 
 @inner
 def close_contribution(t: int, slot: int, peer: int, now: int) -> None:
-    """Take what came of `peer`'s contribution as all of it; with the last one, sum and begin to send the results."""
+    """Take what came of `peer`'s contribution as all of it; with the last one, begin to sum."""
     row, flow = slot_row(t, slot), flow_row(t, slot, peer, IN_C)
     flow[STATE] = CLOSED_WAY
     row[PROGRESS_NS] = now
@@ -162,18 +172,36 @@ def close_contribution(t: int, slot: int, peer: int, now: int) -> None:
     send_bitmap(t, slot, peer, IN_C, STOP, 0, BY_BOTH)
     row[WAITING_C] -= 1
     if row[WAITING_C] == 0:
-        _finish_sum(t, slot)
+        row[SUMMING], row[SUMMED] = 1, 0
+        config_row(t)[SUMS] += 1
 
 
 @inner
-def _finish_sum(t: int, slot: int) -> None:
+def sum_more(t: int) -> None:
+    """Sum some segments of a part whose contributions are closed: datagrams do not wait until all of it is summed."""
+    config = config_row(t)
+    for slot in range(config[USED_SLOTS] if config[SUMS] else 0):
+        if slot_row(t, slot)[SUMMING]:
+            _sum_some(t, slot)
+            return
+
+
+@inner
+def _sum_some(t: int, slot: int) -> None:
     config, row = config_row(t), slot_row(t, slot)
     first = row[SEGMENTS] * config[RANK] // config[WORLD]
     count = row[SEGMENTS] * (config[RANK] + 1) // config[WORLD] - first
-    sum_shard(t, slot, first, count)
-    begin = first * config[ELEMENTS]
-    size = min(count * config[ELEMENTS], row[NUMEL] - begin)
-    copy_memory(row[OUT] + 4 * begin, row[SUM], 4 * size)
+    done = row[SUMMED]
+    now = min(count - done, SEGMENTS_AT_ONCE)
+    sum_segments(t, slot, first, done, now)
+    begin = (first + done) * config[ELEMENTS]
+    size = min(now * config[ELEMENTS], row[NUMEL] - begin)
+    copy_memory(row[OUT] + 4 * begin, row[SUM] + 4 * done * config[ELEMENTS], 4 * size)
+    row[SUMMED] = done + now
+    if row[SUMMED] < count:
+        return
+    row[SUMMING] = 0
+    config[SUMS] -= 1
     for peer in range(config[WORLD]):
         if peer != config[RANK]:
             flow_row(t, slot, peer, OUT_R)[STATE] = SENDING
@@ -225,7 +253,7 @@ def check_done(t: int, slot: int) -> None:
     row = slot_row(t, slot)
     if not row[ACTIVE]:
         return
-    if not row[DONE] and row[WAITING_C] == 0 and row[MISSING_R] == 0 and row[UNSTOPPED_C] == 0:
+    if not row[DONE] and row[WAITING_C] == 0 and not row[SUMMING] and row[MISSING_R] == 0 and row[UNSTOPPED_C] == 0:
         row[DONE] = 1
         config_row(t)[EVENTS] += 1
     if row[DONE] and row[UNSTOPPED_R] == 0:

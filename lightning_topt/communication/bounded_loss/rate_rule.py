@@ -40,6 +40,8 @@ FLOOR_HORIZON, MOST_FLOOR = 2000.0, 0.02  # datagrams; share
 STARTING_SHARE = 0.05
 MOST_TRIPS = 4.0  # round trips that a round counts for: reports may be rarer
 LOW_WINDOW = 0.97  # of the one that overflowed: below it what is lost is the path's
+REFUSED_ABOVE, ALONE, REFUSED_MOST = 1.05, 0.7, 0.4  # of the rate that gets through; of the best one; of a round
+MOST_ABOVE, SEARCH_ABOVE = 1.25, 4.5  # of the best rate
 MARGIN, LEAST_FIRST = 0.05, 0.3  # of a reduction beyond what was lost; the least that the search ends with
 DELAY_FACTOR, DELAY_MARGIN = 1.5, 5e-4  # of the least round trip, seconds: a queue builds up
 QUEUE_LIMIT, FAIR_SHARE, BEST_SECONDS = 5e-4, 0.5, 60.0  # seconds; of the best rate; until it is forgotten
@@ -52,8 +54,9 @@ WINDOW, ROUND_TRIP, VARIATION, LEAST_TRIP, ROUND_LEAST, W_MAX, SINCE, W_RENO, AL
 (
     ACKED, LOST, MARKED, ROUND_END, ROUND_BEGAN, EPOCH_ACKED, EPOCH_LOST, HIGHEST, ALL_LOST, ALL_MARKED, LIMITED,
     STARTING, MOST_RATE, REDUCTIONS, TRIPS, MEASURED, BEST, ROUND_ARRIVED, INFLECTION, BURST, BURST_USED,
-) = range(12, 33)  # fmt: skip
-RATE_COLUMNS = 33
+    REFUSED_IN_ROUND,
+) = range(12, 34)  # fmt: skip
+RATE_COLUMNS = 34
 
 
 @compiled
@@ -122,7 +125,7 @@ def take_report(
     if highest >= row[ROUND_END] and row[ACKED] > 0 and now - row[ROUND_BEGAN] >= LEAST_ROUND:
         _end_round(row, arrived, now)
         row[ROUND_END], row[ROUND_BEGAN], row[ROUND_ARRIVED] = next_sequence, now, arrived
-        row[ACKED] = row[LOST] = row[MARKED] = row[LIMITED] = row[BURST_USED] = 0.0
+        row[ACKED] = row[LOST] = row[MARKED] = row[LIMITED] = row[BURST_USED] = row[REFUSED_IN_ROUND] = 0.0
         row[ROUND_LEAST] = MOST_ROUND_TRIP
 
 
@@ -140,11 +143,16 @@ def _end_round(row: Array, arrived: float, now: float) -> None:
     rate = (count - lost) / took if took >= LEAST_ROUND / 2 and row[ROUND_ARRIVED] > 0 else 0.0
     row[BEST] = max(row[BEST] * (1 - min(seconds / BEST_SECONDS, 1.0)), rate)
     row[ALPHA] += (marked / count - row[ALPHA]) * MARK_GAIN
+    refused = row[REFUSED_IN_ROUND]
     if lost > allowed and row[BURST_USED] > 1.0 and row[BURST] > LEAST_BURST and not row[STARTING]:
         row[BURST] = max(row[BURST] * BETA, LEAST_BURST)
     elif lost > allowed:
         if row[STARTING] or row[EPOCH_ACKED] > count:  # once for what one overflow lost in two rounds
             _reduce(row, _factor(row, (lost - expected) / count))
+    elif refused and not row[STARTING]:
+        _follow(row, count, rate, min(seconds, MOST_TRIPS * round_seconds(row)))
+    elif refused:
+        _reduce(row, max(LEAST_FIRST, 1 - refused / (count + refused) - MARGIN))
     elif marked:
         _reduce(row, 1 - row[ALPHA] / 2)
     elif row[STARTING]:
@@ -175,11 +183,33 @@ def _has_queue(row: Array, factor: float, margin: float) -> bool:
 
 @inner
 def _start(row: Array, count: float) -> None:
-    """Double the window in a round, until the round trip shows a queue."""
+    """Double the window in a round, until the round trip shows a queue, or it is far above what gets through."""
+    most = SEARCH_ABOVE * row[BEST] * round_seconds(row)
+    if 0 < most < row[WINDOW]:
+        row[WINDOW] = MOST_ABOVE / SEARCH_ABOVE * most
+        row[STARTING], row[W_MAX], row[W_RENO], row[SINCE], row[INFLECTION] = 0.0, row[WINDOW], row[WINDOW], 0.0, 0.0
+        return
     if _has_queue(row, DELAY_FACTOR, DELAY_MARGIN):
         row[STARTING], row[W_MAX], row[W_RENO], row[SINCE], row[INFLECTION] = 0.0, row[WINDOW], row[WINDOW], 0.0, 0.0
     elif row[LIMITED]:
         row[WINDOW] = min(row[WINDOW] + min(count, row[WINDOW]), MOST_WINDOW)
+
+
+@inner
+def _follow(row: Array, count: float, rate: float, seconds: float) -> None:
+    """Take note that a queue of this host refused datagrams of a round: nothing is lost, it tells when to go on.
+
+    Alone the window stays just above what gets through; beside others it shrinks as after a loss.
+    """
+    window = REFUSED_ABOVE * rate * round_seconds(row)
+    if rate > ALONE * row[BEST]:
+        if window < row[WINDOW]:
+            row[WINDOW] = row[W_MAX] = row[W_RENO] = window
+            row[SINCE] = row[INFLECTION] = 0.0
+    elif rate > 0 and row[REFUSED_IN_ROUND] > REFUSED_MOST * count:
+        _reduce(row, BETA)
+    else:
+        _grow(row, count, rate, seconds)
 
 
 @inner
@@ -195,7 +225,8 @@ def _grow(row: Array, count: float, rate: float, seconds: float) -> None:
     row[W_RENO] += RENO_STEP * slower * min(count / max(row[WINDOW], 1.0), MOST_TRIPS)
     cubic = CUBIC * (row[SINCE] - row[INFLECTION]) ** 3 + row[W_MAX]
     wanted = max(cubic, row[W_RENO])
-    row[WINDOW] = min(max(row[WINDOW], min(wanted, 1.5 * row[WINDOW])), MOST_WINDOW)
+    most = MOST_ABOVE * row[BEST] * round_seconds(row) if row[BEST] > 0 else MOST_WINDOW
+    row[WINDOW] = max(row[WINDOW], min(wanted, 1.5 * row[WINDOW], most, MOST_WINDOW))
 
 
 @inner

@@ -29,11 +29,13 @@ from lightning_topt.communication.bounded_loss.table_views import (
 )
 from lightning_topt.communication.bounded_loss.tables import (
     ACTIVE,
+    NEVER,
     NEXT_SEQUENCE,
     NEXT_TIMER,
     OUT_C,
     OUT_R,
     PROBE_NS,
+    PROBES_NS,
     PROBES_REPEATED,
     PROBING,
     RANK,
@@ -58,12 +60,17 @@ def send_probe(t: int, slot: int, peer: int, way: int, now: int) -> None:
     kind = CONTRIBUTION if way == OUT_C else RESULT
     send_control(t, peer, PROBE, kind, row[STEP], row[TENSOR], flow[SERIAL], 8, ways)
     flow[PROBE_NS] = now + answer_nanoseconds(t, peer, flow[TRIES])
+    config_row(t)[PROBES_NS] = min(config_row(t)[PROBES_NS], flow[PROBE_NS])
 
 
 @inner
 def repeat_probes(t: int, now: int) -> None:
     """Repeat the probes that were not answered in time."""
     config = config_row(t)
+    if now < config[PROBES_NS]:
+        config[NEXT_TIMER] = min(config[NEXT_TIMER], config[PROBES_NS])
+        return
+    config[PROBES_NS] = NEVER
     for slot in range(config[USED_SLOTS]):
         if not slot_row(t, slot)[ACTIVE]:
             continue
@@ -78,4 +85,5 @@ def repeat_probes(t: int, now: int) -> None:
                         counter_row(t)[PROBES_REPEATED] += 1
                         counter_row(t)[STALLED_NS] += answer_nanoseconds(t, peer, flow[TRIES] - 1)
                     send_probe(t, slot, peer, way, now)
-                config[NEXT_TIMER] = min(config[NEXT_TIMER], flow[PROBE_NS])
+                config[PROBES_NS] = min(config[PROBES_NS], flow[PROBE_NS])
+    config[NEXT_TIMER] = min(config[NEXT_TIMER], config[PROBES_NS])

@@ -82,11 +82,11 @@ def clear_missing(t: int, slot: int, peer: int) -> None:
 
 
 @inner
-def sum_shard(t: int, slot: int, first: int, count: int) -> None:
-    """Sum all contributions to the shard of `count` segments from `first`, in rank order, scaled, into the slot's memory."""
+def sum_segments(t: int, slot: int, first: int, begin: int, count: int) -> None:
+    """Sum all contributions to `count` segments from `begin` of the shard that is from `first`, in rank order, scaled."""
     config, row, each = config_row(t), slot_row(t, slot), config_row(t)[ELEMENTS]
     world, rank = config[WORLD], config[RANK]
-    for index in range(count):
+    for index in range(begin, begin + count):
         size = segment_elements(t, slot, first + index)
         total = float_array(row[SUM] + 4 * index * each, size)
         arrived = 0

@@ -24,6 +24,7 @@ from lightning_topt.communication.bounded_loss import (
     open_endpoint,
     tables,
 )
+from lightning_topt.communication.bounded_loss.datagram import KINDS
 from tests.communication.bounded_loss.datagram_proxy import Faults
 from tests.communication.bounded_loss.ranks_here import SECONDS, exchanges, step, whole_numbers
 
@@ -167,7 +168,7 @@ def _wrong_datagrams(key, source):
         elif kind == 2:
             yield _header(key, size=len(body) + chance.choice([-1, 1, 7])) + body
         elif kind == 3:
-            wrong = {"rank": chance.choice([0, 5, 65535]), "kind": chance.choice([0, 13, 200, 255])}
+            wrong = {"rank": chance.choice([0, 5, 65535]), "kind": chance.choice([0, KINDS, 200, 255])}
             name = chance.choice(list(wrong))
             yield _header(key, size=len(body), **{name: wrong[name]}) + body
         else:

@@ -84,6 +84,33 @@ def test_marks_shrink_by_half_of_their_share():
     assert row[WINDOW] == pytest.approx(before * (1 - row[rate_rule.ALPHA] / 2)) and row[rate_rule.ALPHA] == 0.5
 
 
+def refused_round(row: np.ndarray, *, delivered: int, refused: int) -> None:
+    """A round of 2 ms that delivered that many datagrams; a queue of this host refused others."""
+    row[rate_rule.REFUSED_IN_ROUND] = refused
+    rounds(row, 1, size=delivered)
+
+
+def test_what_an_own_queue_refuses_is_no_loss():
+    row = fresh()
+    rounds(row, 1, lost_each=50)
+    rounds(row, 3, size=100)  # 50 in a millisecond get through
+    row[WINDOW] = row[rate_rule.W_MAX] = 80.0
+    refused_round(row, delivered=100, refused=30)
+    assert row[WINDOW] == pytest.approx(1.05 * 50) and row[CAUSED] == 0 and row[REDUCTIONS] == 1
+    before = row[WINDOW]
+    refused_round(row, delivered=20, refused=1)  # a burst of a late thread: no reason to be slower
+    assert row[WINDOW] >= before
+    refused_round(row, delivered=20, refused=15)  # others use the queue
+    assert row[WINDOW] == pytest.approx(rate_rule.BETA * before, rel=0.1)
+
+
+def test_the_search_ends_far_above_what_gets_through():
+    """Where neither a loss nor a queue shows: a sender that is slower than the path."""
+    row = fresh()
+    rounds(row, 12, size=40)
+    assert not row[STARTING] and row[WINDOW] <= rate_rule.SEARCH_ABOVE * 20 * 2
+
+
 def test_round_trips_and_answers():
     row = fresh()
     measure_trip(row, 0.01)

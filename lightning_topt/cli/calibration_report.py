@@ -1,4 +1,4 @@
-"""What `topt calibrate` says of its own table: tables for people, and ``calibration.json`` (docs/schemas.md)."""
+"""Reports of `topt calibrate` on its own table: tables for people, and ``calibration.json`` (docs/schemas.md)."""
 
 from __future__ import annotations
 

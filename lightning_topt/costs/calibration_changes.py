@@ -1,4 +1,4 @@
-"""What two calibrations of one machine differ by, constant by constant.
+"""Two calibrations of one machine differ constant by constant.
 
 change of a constant   now / before - 1; of shares (`overlap`, loss) now - before
 change of a curve      the same at each size that both have

@@ -34,6 +34,7 @@ from lightning_topt.communication.bounded_loss.part_progress import (
 )
 from lightning_topt.communication.bounded_loss.rate_rule import measure_trip, take_report
 from lightning_topt.communication.bounded_loss.raw_memory import inner, load8, load16, load32, load64
+from lightning_topt.communication.bounded_loss.receiver_turns import take_turn_message
 from lightning_topt.communication.bounded_loss.shard_sum import has_bit
 from lightning_topt.communication.bounded_loss.table_views import (
     bit_row,
@@ -76,7 +77,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     WAIT_OPEN,
     WRONG_PLACE,
 )
-from lightning_topt.communication.bounded_loss.turns import take_turn_message
 
 
 @inner

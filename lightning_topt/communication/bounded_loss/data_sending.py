@@ -42,6 +42,7 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     send_messages,
     store64,
 )
+from lightning_topt.communication.bounded_loss.receiver_turns import WITHOUT_TURN, after_batch, turn_room, without_data
 from lightning_topt.communication.bounded_loss.repeated_probes import send_probe
 from lightning_topt.communication.bounded_loss.shard_sum import has_bit, segment_elements
 from lightning_topt.communication.bounded_loss.table_views import (
@@ -110,7 +111,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     WORLD,
     WRITABLE,
 )
-from lightning_topt.communication.bounded_loss.turns import WITHOUT_TURN, after_batch, turn_room, without_data
 
 BATCH_SECONDS = 1.2e-4  # what one call sends takes that long at the rate: short against the queues on the way
 SLACK_SECONDS = 5e-3  # of data may be under way without a report: a receiver's thread may be late

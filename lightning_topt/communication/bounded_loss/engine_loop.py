@@ -38,6 +38,7 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     store64,
     wait_for_files,
 )
+from lightning_topt.communication.bounded_loss.receiver_turns import end_silent_turn
 from lightning_topt.communication.bounded_loss.repeated_probes import repeat_probes
 from lightning_topt.communication.bounded_loss.table_views import (
     FILES,
@@ -84,7 +85,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     WRONG_SIZE,
     WRONG_SOURCE,
 )
-from lightning_topt.communication.bounded_loss.turns import end_silent_turn
 from lightning_topt.communication.compiled import compiled
 
 SET_TIMER_SLACK = 29  # of prctl

@@ -1,4 +1,4 @@
-"""How well a calibration reproduces itself: what its table says beside what is measured, once more and in other places.
+"""A calibration is checked against itself: what its table says beside what is measured, once more and in other places.
 
     constant                    points
     a rate of products          each size that was measured; the table has one rate for all

@@ -157,7 +157,7 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
     placed, known = placed_tensors(step), dict[Any, OpConfig]()
 
     def on_slices(config: OpConfig, entries: Mapping[str, Any]) -> OpConfig:
-        """One object for blocks that are split alike: what is said of it need not be checked for each of them."""
+        """Return one object for blocks that are split alike: what is said of it need not be checked for each of them."""
         key = config, tuple(entries.items())
         if key not in known:
             known[key] = replace(config, **entries)

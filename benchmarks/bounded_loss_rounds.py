@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.bounded_loss_run import Bounded, all_reduce, parameter_server
+from benchmarks.bounded_loss_run import Bounded, all_reduce, join_ranks, parameter_server
 from benchmarks.lab import CONGESTION, sent_bytes
 
 TOLERANCES = {"ours, 1 %": 0.01, "ours, 0": 0.0}
@@ -62,10 +61,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="no new round after so many")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
-    torch.manual_seed(rank)
-    buckets = list(torch.randn(options.parameters).chunk(options.buckets))
+    rank, world_size, buckets = join_ranks(options.parameters, buckets=options.buckets)
     names = options.methods.split(";")
     methods = make_methods(names, buckets, rank=rank, world_size=world_size)
     found: dict[str, dict[str, Any]] = {name: {"seconds": [], "sent": 0, "cpu": 0.0, "equal": True} for name in names}

@@ -120,6 +120,14 @@ def parameter_server(buckets: list[Tensor], group: Any = None) -> None:
             work.wait()
 
 
+def join_ranks(parameters: int, *, buckets: int) -> tuple[int, int, list[Tensor]]:
+    """Return rank and world size as the launcher says, in a gloo group, and this rank's gradients in so many buckets."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(rank)
+    return rank, world_size, list(torch.randn(parameters).chunk(buckets))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--method", default="bounded", choices=["bounded", "gloo", "gloo16", "server"])
@@ -132,10 +140,7 @@ def main() -> None:
     parser.add_argument("--priorities", default="on", choices=["on", "off"])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
-    torch.manual_seed(rank)
-    buckets = list(torch.randn(options.parameters).chunk(options.buckets))
+    rank, world_size, buckets = join_ranks(options.parameters, buckets=options.buckets)
     step: Any = {"gloo": all_reduce, "gloo16": half_all_reduce, "server": parameter_server}.get(options.method)
     if step is None:
         step = Bounded(

@@ -47,8 +47,7 @@ def print_calibration(points: Sequence[CheckedPoint], changes: Sequence[Change] 
     table = _table("since the calibration before", "constant", "before", "now", "largest change", "median", "where")
     for change in changes:
         values = f"{change.before:.4g}", f"{change.now:.4g}"
-        unit = "" if change.is_share else " %"
-        shown = (f"{100 * value:.1f}{unit}" if unit else f"{value:.3f}" for value in (change.largest, change.median))
+        shown = (f"{v:.3f}" if change.is_share else _percent(v) for v in (change.largest, change.median))
         table.add_row(change.constant, *values, *shown, change.at)
     console.print(table)
     if (found := largest_and_median(changes)) is not None:

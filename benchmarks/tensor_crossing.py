@@ -1,6 +1,6 @@
-"""One tensor axis against three, on eight nodes of one rank joined by 1 Gb/s, on both sides of where their bytes cross.
+"""One tensor axis against three, on eight nodes of one rank joined by slow links, on both sides of where their bytes cross.
 
-    sudo python -m benchmarks.tensor_crossing            # about 10 minutes on 4 cores; --rounds, --rate
+    sudo python -m benchmarks.tensor_crossing            # about 20 minutes at each rate; --rounds, --rates 1gbit 250mbit
 
 A Transformer layer of width h moves, for T tokens and on each of P = q^3 ranks, 8 (P - 1) / P T h elements on one axis and
 2 (q - 1) / q^3 (16 T h + 12 h^2) on a cube (arXiv 2105.14450), which gathers operands once more in backward: at P = 8 the cube
@@ -21,6 +21,7 @@ NODES = 8
 PLANS = ("tensor", "tensor_3d")
 # Tokens of a step, width, and the options that make them.
 CASES: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (4096, 128, {"width": 128, "seq-len": 64, "global-batch": 64}),
     (2048, 256, {"width": 256, "seq-len": 128, "global-batch": 16}),
     (256, 1024, {"width": 1024, "seq-len": 32, "global-batch": 8}),
 )
@@ -28,42 +29,49 @@ RUN = "benchmarks.tensor_choices_run"
 COMMON: dict[str, Any] = {"model": "gpt", "layers": 2, "devices": 1, "num-nodes": NODES, "steps": 8, "warmup": 3}
 
 
+def row(lab: Lab, rate: str, case: tuple[int, int, dict[str, Any]], rounds: int) -> str:
+    """Run one case by each plan in turns, and return its line of the table."""
+    tokens, width, given = case
+    found: dict[str, list[dict[str, Any]]] = {plan: [] for plan in PLANS}
+    for _ in range(rounds):
+        for plan, results in found.items():
+            results.append(lab.run_module(RUN, ranks_per_node=1, **COMMON, **given, plan=plan))
+    seconds = {plan: [result["step_seconds"] for result in results] for plan, results in found.items()}
+    ratios = [cube / axis for axis, cube in zip(seconds["tensor"], seconds["tensor_3d"], strict=True)]
+    expected = {plan: results[-1]["predicted_seconds"] for plan, results in found.items()}
+    by_formula = (16 * tokens * width + 12 * width**2) / 4 / (7 * tokens * width)
+    return (
+        f"| {rate} | {tokens} | {width} | {by_formula:.2f} | {spread(seconds['tensor'])} | {spread(seconds['tensor_3d'])} "
+        f"| {spread(ratios)} | {expected['tensor']:.3f} | {expected['tensor_3d']:.3f} "
+        f"| {min(expected, key=lambda plan: expected[plan])} |"
+    )
+
+
 def main() -> None:
     """Measure and write the table."""
     end_on_signals()
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "250mbit"])
     options = parser.parse_args()
     rows = []
-    with Lab(NODES, rate=options.rate) as lab:
-        for tokens, width, given in CASES:
-            found: dict[str, list[dict[str, Any]]] = {plan: [] for plan in PLANS}
-            for _ in range(options.rounds):
-                for plan, results in found.items():
-                    results.append(lab.run_module(RUN, ranks_per_node=1, **COMMON, **given, plan=plan))
-            seconds = {plan: [result["step_seconds"] for result in results] for plan, results in found.items()}
-            ratios = [cube / axis for axis, cube in zip(seconds["tensor"], seconds["tensor_3d"], strict=True)]
-            expected = {plan: results[-1]["predicted_seconds"] for plan, results in found.items()}
-            by_formula = (16 * tokens * width + 12 * width**2) / 4 / (7 * tokens * width)
-            rows.append(
-                f"| {tokens} | {width} | {by_formula:.2f} | {spread(seconds['tensor'])} | {spread(seconds['tensor_3d'])} "
-                f"| {spread(ratios)} | {expected['tensor']:.3f} | {expected['tensor_3d']:.3f} "
-                f"| {min(expected, key=lambda plan: expected[plan])} |"
-            )
-            print(rows[-1], flush=True)
+    for rate in options.rates:
+        with Lab(NODES, rate=rate) as lab:
+            for case in CASES:
+                rows.append(row(lab, rate, case, options.rounds))
+                print(rows[-1], flush=True)
     lines = [
         "# One tensor axis and three",
         "",
-        f"`sudo python -m benchmarks.tensor_crossing --rounds {options.rounds} --rate {options.rate}`",
+        f"`sudo python -m benchmarks.tensor_crossing --rounds {options.rounds} --rates {' '.join(options.rates)}`",
         "",
         machine(),
         "",
         "GPT of 2 layers on 8 nodes of one rank, one thread each. Seconds per step: median (range).",
         "",
-        "| tokens T | width h | bytes by formula, cube / axis | one axis | cube | cube / axis | one axis, expected "
+        "| link | tokens T | width h | bytes by formula, cube / axis | one axis | cube | cube / axis | one axis, expected "
         "| cube, expected | expected to be faster |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *rows,
     ]
     (RESULTS / "tensor_crossing.md").write_text("\n".join(lines) + "\n")

@@ -2,9 +2,10 @@
 
 By hand: local linear layers, one all-reduce after attention and one after the feed-forward part, forward and backward
 (Shoeybi et al., arXiv 1909.08053, section 3). Rounds of both alternate; the median over rounds of the ratio of two neighbours
-is shown with its quartiles.
+is shown with its quartiles: of the time by the clock, in which ranks wait for each other, and of the time that rank 0's thread
+computes, forward and backward.
 
-    python benchmarks/tensor_overhead.py [--width 256 768] [--rounds 20] [--layers 4] [--profile]
+    python -m benchmarks.tensor_overhead [--width 256 768] [--rounds 20] [--layers 4] [--profile]
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pstats
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.common import RESULTS, machine
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Placement, Replicate, Shard
 from lightning_topt.techniques.tensor_parallel import moves
@@ -83,18 +85,30 @@ class LayerByHand(nn.Module):
         return x + (moves.reduce(self.down(raised), self.axes, 0) + self.down_bias)
 
 
-def seconds(step: Callable[[], None], count: int) -> float:
+def seconds(step: Callable[[], None], count: int) -> tuple[float, float]:
+    """Return the seconds of one of `count` steps, by the clock and of this thread."""
     dist.barrier()
-    start = time.perf_counter()
+    start, computed = time.perf_counter(), time.thread_time()
     for _ in range(count):
         step()
-    return (time.perf_counter() - start) / count
+    return (time.perf_counter() - start) / count, (time.thread_time() - computed) / count
+
+
+def line(width: int, pairs: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> str:
+    """Return the row of a width, of pairs of a step on slices and one by hand."""
+    cells = []
+    for kind in (0, 1):
+        split, hand = (1e3 * statistics.median(pair[which][kind] for pair in pairs) for which in (0, 1))
+        low, middle, high = statistics.quantiles([split[kind] / hand[kind] for split, hand in pairs], n=4)
+        cells.append(f"{split:.2f} ms | {hand:.2f} ms | {middle:.3f} ({low:.3f} to {high:.3f})")
+    return f"| {width} | {' | '.join(cells)} |"
 
 
 def measure(rank: int, store: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     axes = TensorAxes.with_groups(Mesh((Axis("tensor", RANKS),)))
+    rows = []
     for width in args.width:
         torch.manual_seed(0)
         ours = nn.Sequential(*(Layer(width) for _ in range(args.layers)))
@@ -127,12 +141,32 @@ def measure(rank: int, store: str, args: argparse.Namespace) -> None:
         if args.profile and rank == 0:
             profile.disable()
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-        if rank == 0:
-            low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
-            split_ms, hand_ms = (1e3 * statistics.median(each) for each in zip(*pairs, strict=True))
-            times = f"split {split_ms:.2f} ms, by hand {hand_ms:.2f} ms"
-            print(f"width {width}: {times}, ratio {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
+        rows.append(line(width, pairs))
+    if rank == 0:
+        write_page(rows, args)
     dist.destroy_process_group()
+
+
+def write_page(rows: Sequence[str], args: argparse.Namespace) -> None:
+    """Write the table."""
+    given = f"--width {' '.join(map(str, args.width))} --rounds {args.rounds} --count {args.count}"
+    lines = [
+        "# Split layers against layers written by hand",
+        "",
+        f"`python -m benchmarks.tensor_overhead {given}`",
+        "",
+        machine(),
+        f"- {RANKS} gloo ranks of one thread, {args.layers} Transformer layers, {args.batch} x {args.steps} tokens",
+        "",
+        "Forward and backward of the unmodified module under `SplitMode`, and of the same layers written with local linear",
+        "layers and explicit all-reduces; the two in turn, ratios of neighbouring rounds: median and quartiles.",
+        "",
+        "| width | split | by hand | ratio | split, thread | by hand, thread | ratio, thread |",
+        "|---|---|---|---|---|---|---|",
+        *rows,
+    ]
+    (RESULTS / "tensor_overhead.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
 
 
 def main() -> None:

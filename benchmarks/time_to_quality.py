@@ -51,6 +51,7 @@ def main() -> None:
     end_on_signals()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--more", action="store_true", help="go on from the rounds that are in the results")
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=512)
@@ -63,10 +64,11 @@ def main() -> None:
     }
     for rule in options.predictions:
         plans[f"continuous, {rule}"] = {"plan": "continuous", "prediction": rule}
-    found: dict[str, list[Points]] = {name: [] for name in plans}
-    parameters = 0
+    kept = json.loads((RESULTS / "time_to_quality.json").read_text()) if options.more else {}
+    found: dict[str, list[Points]] = {name: kept.get(name, []) for name in plans}
+    parameters, done = 0, min(map(len, found.values()))
     with Lab(NODES, rate=options.rate) as lab:
-        for seed in range(options.rounds):
+        for seed in range(done, options.rounds):
             for name, given in plans.items():
                 sizes = {"steps": options.steps, "width": options.width, "seed": seed}
                 result = lab.run_module(RUN, ranks_per_node=1, timeout=1500, **given, **sizes)

@@ -41,6 +41,7 @@ from lightning_topt.plugins.planning import Planning
 _EPSILON = (
     0.01  # plans that others beat by less than this in time and memory may be left out: predictions are not that good
 )
+_SECONDS = 4.0  # of the search of one scenario with one number of micro-batches
 _CHOICES = ("clusters", "batch_size", "seq_len", "accumulate")
 
 
@@ -221,8 +222,8 @@ def _on_clusters(
         for count in searched.device_counts:
             ranks = searched.data_ranks or count
             for batch in asked.batch_sizes or (example.samples * ranks,):
-                one = dataclasses.replace(search, device_counts=(count,), global_batch_size=batch)
-                yield Scenario(search.cluster, count, batch, length), one
+                given: dict[str, Any] = {"device_counts": (count,), "global_batch_size": batch, "max_seconds": _SECONDS}
+                yield Scenario(search.cluster, count, batch, length), dataclasses.replace(search, **given)
 
 
 def _counted(config: DictConfig, cluster: Cluster | None) -> DictConfig:

@@ -59,7 +59,8 @@ def search_wide(
     """Return transitions (n, N) and the error bound of the best plans, see `Frontier`.
 
     `lifts` are those of `columns.raises`; `deadline` is a time of `time.thread_time`. Every layer has transitions. With
-    `priced`, prices of these layers and good known plans, all that may be better is looked at at once.
+    `priced`, prices of these layers and good known plans, all that may be better is looked at at once, as far as half of the
+    time allows.
     """
     columns = max(2, *(layer.columns for layer in layers))
     per_state = 8 * len(layers) + 64 * columns  # back-pointers of all layers, columns of one
@@ -73,7 +74,10 @@ def search_wide(
     prices, known = make_prices(layers) if priced is None else priced
     # Partial plans of two columns are cheap to hold, and whole plans may be so many that pairs are not.
     sides = side, make_way_back(layers) if columns > 2 else None
-    missed, cap, last = prices.gain(known), _FIRST_CAP if priced is None else most, False
+    missed, cap, last = prices.gain(known), _FIRST_CAP, False
+    if priced is not None and missed > budget.epsilon:
+        known, dropped = _at_once(sides, prices, known, cap=most, epsilon=budget.epsilon, deadline=deadline)
+        missed = min(missed, dropped)
     while missed > budget.epsilon and not last:
         cap, began = min(cap, most), time.thread_time()
         try:
@@ -109,6 +113,17 @@ def _sweep(
             return known, _missed(epsilon, ahead.dropped, behind.dropped)
     found = _walk_through(ahead)
     return known.joined(found.costs, found.plans), _missed(epsilon, ahead.dropped)
+
+
+def _at_once(
+    sides: tuple[Side, Side | None], prices: Prices, known: Known, *, cap: int, epsilon: float, deadline: float
+) -> tuple[Known, float]:
+    """Return what `_sweep` does, and what is known already where that takes more than half of the time that is left."""
+    half = (time.thread_time() + deadline) / 2
+    try:
+        return _sweep(sides, prices, known, cap=cap, epsilon=epsilon, deadline=half)
+    except GiveUpError:
+        return known, prices.gain(known)
 
 
 def _missed(epsilon: float, *dropped: float) -> float:

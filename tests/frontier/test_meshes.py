@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from lightning_topt.costs.chain_table import ChainTable
-from lightning_topt.frontier import frontier_search, mesh_frontier
+from lightning_topt.frontier import frontier_search, mesh_frontier, wide
 from lightning_topt.frontier.brute_force import brute_force_frontier
 from lightning_topt.frontier.chain_layers import column_count
 from lightning_topt.frontier.mesh_frontier import search_meshes
+from lightning_topt.frontier.walk import GiveUpError
 from tests.frontier.tables import random_chain
 
 
@@ -94,6 +95,25 @@ def test_time_that_is_up_is_said(monkeypatch):
             p.step_seconds <= wanted.step_seconds * factor and p.peak_bytes <= wanted.peak_bytes * factor
             for _, p in found.points
         )
+
+
+def test_narrow_sweeps_follow_where_all_at_once_takes_too_long(monkeypatch):
+    monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
+    monkeypatch.setattr(frontier_search, "_SMALL", 0)
+    sweep, caps = wide._sweep, []
+
+    def too_long_at_first(*args, cap, **options):
+        caps.append(cap)
+        if len(caps) == 1:
+            raise GiveUpError
+        return sweep(*args, cap=cap, **options)
+
+    monkeypatch.setattr(wide, "_sweep", too_long_at_first)
+    rng = np.random.default_rng(2)
+    tables = [random_chain(rng, blocks=4, configs=3, edges=0.5) for _ in range(3)]
+    found = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=60)
+    assert caps[0] > caps[1] and found.exact
+    assert [(p.step_seconds, p.peak_bytes) for _, p in found.points] == union(tables)
 
 
 def test_no_mesh_and_no_allowed_plan():

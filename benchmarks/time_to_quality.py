@@ -66,6 +66,8 @@ def main() -> None:
         plans[f"continuous, {rule}"] = {"plan": "continuous", "prediction": rule}
     kept = json.loads((RESULTS / "time_to_quality.json").read_text()) if options.more else {}
     found: dict[str, list[Points]] = {name: kept.get(name, []) for name in plans}
+    if any(points[-1][0] != options.steps for several in found.values() for points in several):
+        parser.error(f"the results are of trainings with another number of steps than {options.steps}")
     parameters, done = 0, min(map(len, found.values()))
     with Lab(NODES, rate=options.rate) as lab:
         for seed in range(done, options.rounds):

@@ -219,11 +219,12 @@ def _on_clusters(
         search = setup.with_costs(functools.partial(asked_for.request, global_batch_size=example.samples), request)
         if search is None:  # another rank of torchrun goes on
             raise SystemExit(0)
+        search = dataclasses.replace(search, max_seconds=_SECONDS)
         for count in searched.device_counts:
             ranks = searched.data_ranks or count
             for batch in asked.batch_sizes or (example.samples * ranks,):
-                given: dict[str, Any] = {"device_counts": (count,), "global_batch_size": batch, "max_seconds": _SECONDS}
-                yield Scenario(search.cluster, count, batch, length), dataclasses.replace(search, **given)
+                one = dataclasses.replace(search, device_counts=(count,), global_batch_size=batch)
+                yield Scenario(search.cluster, count, batch, length), one
 
 
 def _counted(config: DictConfig, cluster: Cluster | None) -> DictConfig:

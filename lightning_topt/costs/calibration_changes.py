@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_topt.costs.calibration_check import name_of
+from lightning_topt.costs.calibration_check import DEVICE_CONSTANTS, name_of
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.node_types import Device, Link
 
@@ -62,13 +62,7 @@ def _device_changes(before: Device, now: Device) -> Iterator[Change]:
     for dtype in before.flops:
         if dtype in now.flops:
             yield from _ratio(f"rate of {dtype} products", before.flops[dtype], now.flops[dtype])
-    for name, title in (
-        ("memory_bandwidth", "memory bandwidth"),
-        ("op_overhead_seconds", "smallest kernel"),
-        ("framework_seconds", "framework around a kernel"),
-        ("launch_seconds", "launch of a kernel"),
-        ("page_fault_seconds_per_byte", "page faults"),
-    ):
+    for name, title in DEVICE_CONSTANTS.items():
         yield from _ratio(title, getattr(before, name), getattr(now, name))
 
 

@@ -31,6 +31,13 @@ from lightning_topt.costs.page_faults import measure_page_faults
 from lightning_topt.costs.ranks import average
 from lightning_topt.costs.repetition import fastest
 
+DEVICE_CONSTANTS = {  # fields of `Device`
+    "memory_bandwidth": "memory bandwidth",
+    "op_overhead_seconds": "smallest kernel",
+    "framework_seconds": "framework around a kernel",
+    "launch_seconds": "launch of a kernel",
+    "page_fault_seconds_per_byte": "page faults",
+}
 _ROUNDS = 2  # of which the fastest counts, as in a calibration
 _GROUP_SHARE = 0.15  # of the time, for each kind of group
 
@@ -118,14 +125,17 @@ def _device_points(
         table = product_flops(size) / device.flops_of(dtype)
         yield CheckedPoint(f"rate of {dtype} products", f"{size} x {size}", table, seconds)
     host = times["host"]
-    again = [
-        ("memory bandwidth", 1 / device.memory_bandwidth, times["copies"]["byte"]),
-        ("smallest kernel", device.op_overhead_seconds, times["small"]["call"]),
-        ("framework around a kernel", device.framework_seconds, host.get("kernel", 0.0)),
-        ("launch of a kernel", device.launch_seconds, host.get("launch", 0.0)),
-        ("page faults", device.page_fault_seconds_per_byte, faults),
-    ]
-    yield from (CheckedPoint(name, "once more", table, now) for name, table, now in again if table > 0 and now > 0)
+    again = {
+        "memory_bandwidth": times["copies"]["byte"],
+        "op_overhead_seconds": times["small"]["call"],
+        "framework_seconds": host.get("kernel", 0.0),
+        "launch_seconds": host.get("launch", 0.0),
+        "page_fault_seconds_per_byte": faults,
+    }
+    for name, title in DEVICE_CONSTANTS.items():
+        table = 1 / device.memory_bandwidth if name == "memory_bandwidth" else getattr(device, name)
+        if table > 0 and again[name] > 0:
+            yield CheckedPoint(title, "once more", table, again[name])
 
 
 def _curve_points(key: CurveKey, curve: CollectiveCurve, times: Mapping[Any, float]) -> Iterator[CheckedPoint]:

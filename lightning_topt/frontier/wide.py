@@ -118,12 +118,12 @@ def _sweep(
 def _at_once(
     sides: tuple[Side, Side | None], prices: Prices, known: Known, *, cap: int, epsilon: float, deadline: float
 ) -> tuple[Known, float]:
-    """Return what `_sweep` does, and what is known already where that takes more than half of the time that is left."""
+    """Return what `_sweep` does; what is known already, and no bound, where that takes more than half of the time left."""
     half = (time.thread_time() + deadline) / 2
     try:
         return _sweep(sides, prices, known, cap=cap, epsilon=epsilon, deadline=half)
     except GiveUpError:
-        return known, prices.gain(known)
+        return known, np.inf
 
 
 def _missed(epsilon: float, *dropped: float) -> float:

@@ -100,10 +100,13 @@ def test_dense_sends_what_ddp_sends(tmp_path: Path) -> None:
 
 def test_datagrams_say_what_was_lost(tmp_path: Path) -> None:
     _, logged, _ = on_ranks(run, tmp_path, {"method": "bounded_loss", "tolerance": 0.05}, {})[0]
-    for row in (logged[step] for step in range(1, 4)):
+    rows = [logged[step] for step in range(1, 8)]
+    for row in rows:
         assert 0 <= row["exchange/lost_share"] <= 0.05 and row["exchange/rejected_datagrams"] == 0
         assert row["exchange/bytes_per_second"] > 0 and row["exchange/stalled_seconds"] >= 0
-        assert row["exchange/bytes_per_step"] > 0.9 * row["exchange/dense_bytes_per_step"]
+    # A datagram counts when the kernel takes it, which may be after the step that it belongs to was read.
+    sent, dense = (sum(row[f"exchange/{name}"] for row in rows) for name in ("bytes_per_step", "dense_bytes_per_step"))
+    assert sent > 0.9 * dense
 
 
 def test_means_between_reports_and_an_early_first_one(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from sklearn.datasets import load_sample_images
 from benchmarks.common import RESULTS, machine
 from benchmarks.lab import Lab, LabError, end_on_signals
 from lightning_topt.data.stalls.advice import least_cache
-from lightning_topt.data.stalls.model import SetUp, StallCosts, samples_per_second
+from lightning_topt.data.stalls.model import samples_per_second
+from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts
 
 NUMBER = 2000  # files
 BURSTS = {

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.node.rows import NodeRows, node_rows
-from lightning_topt.optim.adaptive_step import MEASURED_STEPS, TRIAL_STEPS, WARMUP_STEPS, AdaptiveStep, Sharing
+from lightning_topt.optim.adaptive_step import TRIAL_STEPS, AdaptiveStep, Sharing
 from lightning_topt.optim.scattered_step import ScatteredStep
+from lightning_topt.optim.update_costs import MEASURED_STEPS, WARMUP_STEPS
 from lightning_topt.optim.update_rule import update_rule
 
 SETTLING_STEPS = WARMUP_STEPS + len(MEASURED_STEPS) + TRIAL_STEPS + 1  # then an adaptive step has decided

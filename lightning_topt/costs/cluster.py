@@ -14,13 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_topt.basics.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
-from lightning_topt.costs.accuracy import Accuracy, ErrorFigure
+from lightning_topt.costs.accuracy import Accuracy
+from lightning_topt.costs.cluster_entries import (
+    Entries,
+    read_accuracy,
+    read_collectives,
+    read_device,
+    read_failures,
+    read_link,
+    read_nodes,
+)
 from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve, CurveKey
 from lightning_topt.costs.failures import Failures
 from lightning_topt.costs.node_types import (
     ClusterError,
-    DatagramPath,
     Device,
     Link,
     NodeType,
@@ -30,7 +37,6 @@ from lightning_topt.costs.node_types import (
 from lightning_topt.costs.plain_values import (
     check_plain,
     dump_yaml,
-    names,
     number,
     one_line,
     parse_yaml,
@@ -168,171 +174,30 @@ def _common(nodes: Sequence[NodeType], intra: Link) -> dict[str, Any]:
     }
 
 
-_REQUIRED = object()
-
-
-class _Entries:
-    """Takes entries out of a mapping by name; what is left at the end is unknown."""
-
-    def __init__(self, data: Any, where: str) -> None:
-        if not isinstance(data, Mapping):
-            raise ClusterError(f"{where} must be a mapping, got {shown(data)}")
-        self.data, self.where, self.known = dict(data), where, set[str]()
-
-    def take(self, key: str, parse: Callable[..., Any], default: Any = _REQUIRED) -> Any:
-        self.known.add(key)
-        if self.data.get(key) is None:
-            if default is _REQUIRED:
-                raise ClusterError(f"{self.where}: the entry {key!r} is missing")
-            return default
-        return parse(self.data[key], name=f"{self.where}.{key}")
-
-    def finish(self) -> None:
-        if unknown := set(self.data) - self.known:
-            raise ClusterError(f"{self.where}: unknown entries {names(unknown)}; known are {sorted(self.known)}")
-
-
 def _cluster(data: Any) -> Cluster:
-    entries = _Entries(data, "cluster")
-    name, intra = entries.take("name", text), entries.take("intra", _link)
-    nodes = entries.take("nodes", _nodes, ())
+    entries = Entries(data, "cluster")
+    name, intra = entries.take("name", text), entries.take("intra", read_link)
+    nodes = entries.take("nodes", read_nodes, ())
     if nodes:
         common = _common(nodes, intra)
         make: Callable[..., Cluster] = partial(Cluster.of_nodes, nodes, intra=intra)
     else:
         common = {
-            "device": entries.take("device", _device),
+            "device": entries.take("device", read_device),
             "devices_per_node": entries.take("devices_per_node", whole),
             "num_nodes": entries.take("num_nodes", whole, 1),
         }
         make = partial(Cluster, **common, intra=intra)
-    curves = partial(_collectives, devices_per_node=common["devices_per_node"])
+    curves = partial(read_collectives, devices_per_node=common["devices_per_node"])
     cluster = make(
         name=name,
-        inter=entries.take("inter", _link, None),
+        inter=entries.take("inter", read_link, None),
         collectives=entries.take("collectives", curves, {}),
         overlap=entries.take("overlap", number, 0.0),
         backend=entries.take("backend", text, "nccl"),
         source=entries.take("source", text, ""),
-        failures=entries.take("failures", _failures, None),
-        accuracy=entries.take("accuracy", _accuracy, None),
+        failures=entries.take("failures", read_failures, None),
+        accuracy=entries.take("accuracy", read_accuracy, None),
     )
     entries.finish()
     return cluster
-
-
-def _nodes(data: Any, *, name: str) -> tuple[NodeType, ...]:
-    found = []
-    for index, entry in enumerate(_list(data, name=name)):
-        entries = _Entries(entry, f"{name}[{index}]")
-        sizes = entries.take("devices_per_node", whole), entries.take("count", whole, 1)
-        found.append(NodeType(entries.take("device", _device), *sizes, entries.take("intra", _link, None)))
-        entries.finish()
-    if not found:
-        raise ClusterError(f"{name} must list at least one kind of nodes; leave it out where all nodes are equal")
-    return tuple(found)
-
-
-def _device(data: Any, *, name: str) -> Device:
-    entries = _Entries(data, name)
-    device = Device(
-        name=entries.take("name", text),
-        memory_bytes=entries.take("memory_bytes", parse_bytes),
-        flops=entries.take("flops", _rates),
-        memory_bandwidth=entries.take("memory_bandwidth", parse_bandwidth),
-        op_overhead_seconds=entries.take("op_overhead_seconds", parse_seconds, 0.0),
-        process_bytes=entries.take("process_bytes", parse_bytes, 0),
-        page_fault_seconds_per_byte=entries.take("page_fault_seconds_per_byte", number, 0.0),
-        framework_seconds=entries.take("framework_seconds", parse_seconds, 0.0),
-        launch_seconds=entries.take("launch_seconds", parse_seconds, 0.0),
-        half_rate_flops=entries.take("half_rate_flops", number, 0.0),
-        price_per_hour=entries.take("price_per_hour", number, None),
-        spot_price_per_hour=entries.take("spot_price_per_hour", number, None),
-    )
-    entries.finish()
-    return device
-
-
-def _accuracy(data: Any, *, name: str) -> Accuracy:
-    entries = _Entries(data, name)
-    figures = entries.take("seconds", _error_figure), entries.take("bytes", _error_figure, None)
-    accuracy = Accuracy(*figures, source=entries.take("source", text, ""))
-    entries.finish()
-    return accuracy
-
-
-def _error_figure(data: Any, *, name: str) -> ErrorFigure:
-    entries = _Entries(data, name)
-    figure = ErrorFigure(entries.take("median", number), entries.take("p90", number), entries.take("runs", whole))
-    entries.finish()
-    return figure
-
-
-def _link(data: Any, *, name: str) -> Link:
-    entries = _Entries(data, name)
-    latency, bandwidth = entries.take("latency_seconds", parse_seconds), entries.take("bandwidth", parse_bandwidth)
-    link = Link(latency, bandwidth, entries.take("datagrams", _datagrams, None))
-    entries.finish()
-    return link
-
-
-def _datagrams(data: Any, *, name: str) -> DatagramPath:
-    entries = _Entries(data, name)
-    path = DatagramPath(
-        entries.take("round_trip_seconds", parse_seconds),
-        entries.take("loss", number, 0.0),
-        entries.take("bandwidth", parse_bandwidth),
-    )
-    entries.finish()
-    return path
-
-
-def _failures(data: Any, *, name: str) -> Failures:
-    entries = _Entries(data, name)
-    failures = Failures(
-        entries.take("per_device_hour", number, 0.0),
-        entries.take("spot_per_device_hour", number, None),
-        entries.take("restart_seconds", parse_seconds, 0.0),
-        entries.take("checkpoint_bandwidth", parse_bandwidth, None),
-    )
-    entries.finish()
-    return failures
-
-
-def _collectives(data: Any, *, name: str, devices_per_node: int) -> dict[CurveKey, CollectiveCurve]:
-    curves: dict[CurveKey, CollectiveCurve] = {}
-    for index, entry in enumerate(_list(data, name=name)):
-        entries = _Entries(entry, f"{name}[{index}]")
-        key = _curve_key(entries, devices_per_node=devices_per_node)
-        sizes = [float(parse_bytes(size, name=entries.where)) for size in entries.take("bytes", _list)]
-        seconds = [parse_seconds(value, name=entries.where) for value in entries.take("seconds", _list)]
-        entries.finish()
-        curves[key] = CollectiveCurve(tuple(sizes), tuple(seconds))
-    return curves
-
-
-def _curve_key(entries: _Entries, *, devices_per_node: int) -> CurveKey:
-    """The group of a curve; older files have `world_size` ranks packed node by node, and `scope` says where they end."""
-    op = entries.take("op", text)
-    if "world_size" not in entries.data:
-        return op, entries.take("group_size", whole), entries.take("stride", whole, 1)
-    size, scope = entries.take("world_size", whole), entries.take("scope", text)
-    expected = "intra" if size <= devices_per_node else "inter"
-    if scope != expected:
-        raise ClusterError(
-            f"{entries.where}: {size} ranks packed on nodes of {devices_per_node} have the scope {expected!r}, not "
-            f"{shown(scope)}; write group_size and stride instead of world_size and scope for other groups"
-        )
-    return op, size, 1
-
-
-def _rates(data: Any, *, name: str) -> dict[str, float]:
-    if not isinstance(data, Mapping):
-        raise ClusterError(f"{name} must map dtypes to rates, such as float32: 19.5TFLOP/s; got {shown(data)}")
-    return {text(dtype, name=name): parse_flops(rate, name=f"{name}.{dtype}") for dtype, rate in data.items()}
-
-
-def _list(data: Any, *, name: str) -> list[Any]:
-    if not isinstance(data, Sequence) or isinstance(data, str | bytes):  # Hydra's lists are no `list`
-        raise ClusterError(f"{name} must be a list, got {shown(data)}")
-    return list(data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,34 +17,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_topt.graph.draws import draw_of
 from lightning_topt.graph.errors import CaptureError, check_no_reentrant_checkpoint, line_of_caller
+from lightning_topt.graph.flow_readers import BETWEEN, FlowReader, leaf_spec
 from lightning_topt.graph.flow_units import unit_modules
 from lightning_topt.graph.kernels import is_view
 from lightning_topt.graph.provenance import Origin, Provenance
-from lightning_topt.graph.step_flow import Bond, Draw, LeafSpec, StepFlow, TensorRef, UnitCall
+from lightning_topt.graph.step_flow import Bond, Draw, StepFlow, TensorRef
 from lightning_topt.graph.structures import CONTAINERS, tensors_in
 from lightning_topt.graph.writes import is_strided, written_tensors
 
 READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
 DEVICE_OF = torch.ops.prim.device.default
-BETWEEN = -1
 HOST = "Python's or NumPy's random numbers"
 UNSEEN = ("_parameters", "_modules", "_trainer", "_fabric")
-
-
-@dataclass(eq=False)
-class _Reader:
-    """A call of a unit, or the end of the step, and what it needs; `own` are identities of its parameters' origins."""
-
-    module: str = ""
-    index: int = BETWEEN
-    own: set[int] = field(default_factory=set)
-    needs: set[TensorRef] = field(default_factory=set)
-    reads: set[str] = field(default_factory=set)
-    writes: set[str] = field(default_factory=set)
-    draws: list[Draw] = field(default_factory=list)
-    draws_before: tuple[Draw, ...] = ()
-    structure: Any = None
-    leaves: list[Any] = field(default_factory=list)
 
 
 class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -65,8 +48,8 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unit_name = ""
         self._at = BETWEEN
         self._origins = Provenance()
-        self._calls: list[_Reader] = []
-        self._end = _Reader()
+        self._calls: list[FlowReader] = []
+        self._end = FlowReader()
         self._bonds: dict[tuple[int, int], str] = {}
         self._draws: list[Draw] = []
         self._own: dict[str, set[int]] = {}
@@ -179,7 +162,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         at = len(self._calls)
         tensors = (t for t in (*module.parameters(), *module.buffers()) if is_strided(t))
         own = {id(self._origins.origin(tensor)) for tensor in tensors}
-        call = _Reader(path, at, own)
+        call = FlowReader(path, at, own)
         self._note_host_draws()
         call.draws_before, self._draws = tuple(self._draws), []
         self._calls.append(call)
@@ -192,7 +175,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.draws.append(Draw(None, (), (), problem=HOST))
         return self._returned(call, result)
 
-    def _returned(self, call: _Reader, result: Any) -> Any:
+    def _returned(self, call: FlowReader, result: Any) -> Any:
         """Note what a call returned; return the same with other tensor objects: what is seen inside of it stays known apart."""
         leaves, call.structure = tree_flatten(result)
         seen: dict[int, int] = {}
@@ -200,7 +183,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not isinstance(leaf, Tensor):
                 call.leaves.append(leaf)
                 continue
-            call.leaves.append(self._spec(call.module, leaf, seen.get(id(leaf))))
+            call.leaves.append(leaf_spec(call.module, leaf, seen.get(id(leaf))))
             if (first := seen.setdefault(id(leaf), number)) != number:
                 leaves[number] = leaves[first]
                 continue
@@ -212,24 +195,13 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         return tree_unflatten(leaves, call.structure)
 
-    def _spec(self, unit: str, tensor: Tensor, same_as: int | None) -> LeafSpec:
-        if not is_strided(tensor):
-            raise CaptureError(
-                f"block {unit!r} returns a tensor with layout {tensor.layout}, which cannot pass from stage to stage; give a "
-                "plan without a pipeline, or a block that contains what reads it"
-            )
-        stride = tensor.stride()
-        if not torch._prims_common.is_non_overlapping_and_dense_or_false(tensor):
-            stride = torch.empty(tensor.shape, device="meta").stride()
-        return LeafSpec(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.requires_grad, same_as)
-
     # ---- needs -------------------------------------------------------------------------------------------------------
 
     def need_at_end(self, value: Any) -> None:
         """Note that the end of the step needs the tensors in `value`."""
         self._consume(self._end, _leaves(value))
 
-    def _consume(self, reader: _Reader, tensors: Iterable[Tensor]) -> None:
+    def _consume(self, reader: FlowReader, tensors: Iterable[Tensor]) -> None:
         joined, at = Origin(), reader.index
         for tensor in tensors:
             if not is_strided(tensor) or (at >= 0 and self._origins.memory(tensor).made_in == at):
@@ -272,7 +244,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def flow(self) -> StepFlow:
         """Return the flow of the step."""
-        calls = tuple(map(self._unit_call, self._calls))
+        calls = tuple(call.unit_call(self._rewritten) for call in self._calls)
         bonds = tuple(Bond(a, len(calls) if b < 0 else b, why) for (a, b), why in sorted(self._bonds.items()))
         return StepFlow(
             calls,
@@ -284,23 +256,6 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             metrics=tuple(self.metrics),
             reads_values=self._reads_values,
             draws_on_host=self._draws_on_host,
-        )
-
-    def _unit_call(self, call: _Reader) -> UnitCall:
-        leaves = (
-            replace(leaf, is_rewritten=True) if TensorRef(call.index, number) in self._rewritten else leaf
-            for number, leaf in enumerate(call.leaves)
-        )
-        return UnitCall(
-            call.module,
-            call.index,
-            call.structure,
-            tuple(leaves),
-            needs=frozenset(ref for ref in call.needs if ref.call != call.index),
-            reads=frozenset(call.reads),
-            draws=tuple(call.draws),
-            draws_before=call.draws_before,
-            writes=frozenset(call.writes),
         )
 
 

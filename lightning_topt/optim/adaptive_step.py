@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, optim
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topt.communication.node.rows import NodeRows
@@ -18,29 +18,15 @@ from lightning_topt.optim.assignment import Share, assign_pieces
 from lightning_topt.optim.decision import Decision, GatherCost, choose_pieces, measure_gather
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.gather import sent_dtype
-from lightning_topt.optim.lamb import LAMB
 from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
 from lightning_topt.optim.pieces import Piece
-from lightning_topt.optim.step_costs import (
-    Work,
-    combine,
-    estimate_seconds,
-    make_shares,
-    measure_step,
-    parameter_kinds,
-    slowest_of_ranks,
-    time_step,
-)
+from lightning_topt.optim.step_costs import slowest_of_ranks, time_step
 from lightning_topt.optim.trust_ratios import share_trust_ratios, unshare_trust_ratios
-from lightning_topt.optim.update_rule import UpdateRule, calls_may_repeat, is_one_of
+from lightning_topt.optim.update_costs import UpdateCosts
+from lightning_topt.optim.update_rule import UpdateRule
 
-WARMUP_STEPS = 1
-# Of the steps that follow, the time as a whole, or of one kind of parameters after the other.
-MEASURED_STEPS = ("whole", "kinds", "whole", "kinds", "whole")
 TRIAL_STEPS = 4  # of what was decided, the first of which warms up
-# Whole parameters, but an update costs about the same per element; others are taken for matrix functions (Muon, Shampoo).
-_EVEN_WORK: tuple[type[Optimizer], ...] = (optim.Adafactor, LARS, LAMB)
 
 
 @dataclass(frozen=True)
@@ -62,7 +48,7 @@ class Sharing:
 class AdaptiveStep:
     """Replaces ``optimizer.step`` during a fit, from `start` to `finish`; `decisions` has one entry per group once decided.
 
-    The first `WARMUP_STEPS` and `MEASURED_STEPS` are plain. Then groups whose update is worth it are shared: a `ParallelStep`
+    The first steps are plain and measured (`UpdateCosts`). Then groups whose update is worth it are shared: a `ParallelStep`
     does them, for good if `TRIAL_STEPS` of it are faster than the plain ones were. Where none is, a LARS is tried in the same
     way with its norms shared (`trust_ratios`: no parameter travels; `shares_ratios`). When parameters are added to groups or
     leave them, the next step decides again from what is known: seconds of parameters that were never measured are estimated
@@ -75,28 +61,20 @@ class AdaptiveStep:
     def __init__(
         self, optimizer: Optimizer, *, rule: UpdateRule, sharing: Sharing, say: Callable[[str], None] = print
     ) -> None:
-        self.optimizer, self.rule, self.sharing, self.say = optimizer, rule, sharing, say
+        self.optimizer, self.sharing, self.say = optimizer, sharing, say
         self.decisions: list[Decision] = []
         self.parallel: ParallelStep | None = None
-        self.work: Work = "elements" if rule == "elements" or is_one_of(optimizer, _EVEN_WORK) else "matrices"
         self._own_step: Any = None  # what the instance has as `step`, of a scheduler for instance
         self._step: Callable[..., Any] = optimizer.step
         self._known: tuple[int, ...] = ()
         # Parameters per group where nothing is shared: small models' steps take less time than looking at every parameter.
         self._declined: list[int] | None = None
         self._decided = self._installed = False
-        self._repeats: bool | None = None
-        self._seconds: dict[Tensor, float] = {}
-        self._bytes: dict[Tensor, int] = {}
+        self._costs = UpdateCosts(optimizer, rule=rule)
         self._gather: GatherCost | None = None
         self.shares_ratios = False
         self._trial_seconds: list[float] | None = None  # while sharing is on trial
         self._refused = False  # sharing of parameters, after a trial
-        self._restart()
-
-    def _restart(self) -> None:
-        self._steps_done, self._whole_seconds = 0, list[float]()
-        self._by_kind: list[dict[int, float]] = []
 
     def start(self) -> None:
         """Take the place of ``optimizer.step``."""
@@ -154,7 +132,7 @@ class AdaptiveStep:
                 return self._step_on_trial(self._trial_seconds, kwargs)
         else:
             if changed:
-                self._restart()
+                self._costs.restart()
             return self._measured(kwargs)
         return (self._step if self.parallel is None else self.parallel)(**kwargs)
 
@@ -163,35 +141,12 @@ class AdaptiveStep:
     def _measured(self, kwargs: dict[str, Any]) -> Any:
         """A plain step, in pieces where it is timed by kind; after the last of them, decide."""
         outputs: list[Any] = []
-
-        def step() -> None:
-            outputs.append(self._step(**kwargs))
-
-        number, self._steps_done = self._steps_done - WARMUP_STEPS, self._steps_done + 1
-        if number < 0:
-            step()
-        elif MEASURED_STEPS[number] == "kinds" and self._calls_may_repeat():
-            self._by_kind.append(measure_step(self.optimizer, step, kinds=parameter_kinds(self.optimizer)))
-        else:
-            self._whole_seconds.append(time_step(self.optimizer, step))
-        if number + 1 == len(MEASURED_STEPS):
+        if self._costs.take_step(lambda: outputs.append(self._step(**kwargs))):
             self._decide()
         return outputs[-1]
 
-    def _calls_may_repeat(self) -> bool:
-        if self._repeats is None:
-            hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
-            self._repeats = not hooks and calls_may_repeat(self.optimizer)
-        return self._repeats
-
     def _decide(self) -> None:
-        if self._by_kind:
-            mine = combine(self._by_kind, whole_seconds=self._whole_seconds)
-        else:
-            mine = estimate_seconds(self.optimizer, work=self.work, whole_seconds=self._whole_seconds)
-        parameters = parameters_of(self.optimizer)
-        slowest = slowest_of_ranks(mine, device=parameters[0].device, group=self.sharing.group)
-        self._seconds = dict(zip(parameters, slowest, strict=True))
+        self._costs.agree(self.sharing.group)
         self._decided = True
         self._share(self._worthwhile_pieces())
         if self.parallel is None:
@@ -211,7 +166,7 @@ class AdaptiveStep:
         dist.barrier(group=self.sharing.group)  # that one rank is late in the step is not what sharing costs
         trial_seconds.append(time_step(self.optimizer, lambda: outputs.append(step(**kwargs))))
         if len(trial_seconds) == TRIAL_STEPS:
-            mine = [statistics.median(self._whole_seconds), statistics.median(trial_seconds[1:])]
+            mine = [self._costs.step_seconds(), statistics.median(trial_seconds[1:])]
             device = parameters_of(self.optimizer)[0].device
             plain, shared = slowest_of_ranks(mine, device=device, group=self.sharing.group)
             self._trial_seconds = None
@@ -270,7 +225,7 @@ class AdaptiveStep:
     def _worthwhile_pieces(self) -> list[Piece]:
         """Return the pieces of groups for which sharing takes less time, by the seconds measured."""
         parameters, world_size = parameters_of(self.optimizer), dist.get_world_size(self.sharing.group)
-        shares = self._shares(self._seconds_of_all())
+        shares = self._shares(self._costs.seconds())
         if self._gather is None:
             self._gather = measure_gather(
                 self.sharing.group,
@@ -287,7 +242,7 @@ class AdaptiveStep:
 
     def _pieces_without_measuring(self) -> list[Piece]:
         """Return the pieces of all groups, in proportion to the work that is expected."""
-        shares = self._shares(estimate_seconds(self.optimizer, work=self.work, whole_seconds=[1.0]))
+        shares = self._shares(self._costs.expected_work())
         self.decisions = [
             Decision(group, False, nan, nan, nan, f"group {group}: shared from the first step on, as told", True)
             for group in sorted({share.group for share in shares})
@@ -297,25 +252,8 @@ class AdaptiveStep:
     def _shares(self, seconds: Sequence[float]) -> list[Share]:
         """Those of parameters that may be shared, the same on all ranks."""
         parameters = parameters_of(self.optimizer)
-        shares = make_shares(self.optimizer, rule=self.rule, seconds=seconds)
-        if self.parallel is None:  # the state is whole; without any to go by, the parameters' own bytes are as good
-            known = any(share.nbytes for share in shares)
-            self._bytes = {parameters[s.index]: s.nbytes if known else parameters[s.index].nbytes for s in shares}
-        per_byte = sum(self._bytes.values()) / max(1, sum(parameter.nbytes for parameter in self._bytes))
-        shares = [
-            replace(s, nbytes=self._bytes.get(parameters[s.index], round(parameters[s.index].nbytes * per_byte)))
-            for s in shares
-        ]
+        shares = self._costs.shares(seconds, is_whole=self.parallel is None)
         return [s for s in shares if parameters[s.index] in self.sharing.reduced and parameters[s.index].numel()]
-
-    def _seconds_of_all(self) -> list[float]:
-        """Measured, or for parameters that came later at the measured ones' seconds per unit of expected work."""
-        parameters = parameters_of(self.optimizer)
-        expected = estimate_seconds(self.optimizer, work=self.work, whole_seconds=[1.0])
-        known = [(self._seconds[p], work) for p, work in zip(parameters, expected, strict=True) if p in self._seconds]
-        total = sum(work for _, work in known)
-        rate = sum(seconds for seconds, _ in known) / total if total else 0.0
-        return [self._seconds.get(p, rate * work) for p, work in zip(parameters, expected, strict=True)]
 
 
 def is_faster(plain_seconds: float, shared_seconds: float) -> bool:

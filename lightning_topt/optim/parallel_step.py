@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topt.communication.node.rows import NodeRows
@@ -24,16 +24,15 @@ from lightning_topt.optim.full_state import (
     exact_parameters,
     gather_state_dict,
     keep_own_state,
-    laid_out,
     parameters_of,
     whole_states,
 )
-from lightning_topt.optim.gather import PendingGather, PieceGather, sent_dtype
-from lightning_topt.optim.pieces import Piece, check_pieces, is_whole, rows_of
+from lightning_topt.optim.gather import PendingGather, PieceGather
+from lightning_topt.optim.piece_keys import PieceKeys
+from lightning_topt.optim.pieces import Piece, check_pieces
 from lightning_topt.optim.step_hooks import inside_hooks
 
 _REPLACED = ("step", "state_dict", "load_state_dict", "consolidate_state_dict")  # on the optimizer, while installed
-_COMPARED = 1 << 14  # elements at a time
 
 
 class ParallelStep:
@@ -71,35 +70,23 @@ class ParallelStep:
         self._use(pieces)
 
     def _use(self, pieces: Sequence[Piece]) -> None:
-        """Make the stand-ins of own pieces and drop what other ranks keep."""
+        """Make the keys of own pieces and drop what other ranks keep."""
         parameters = parameters_of(self.optimizer)
         check_agreement(parameters, pieces, group=self.group)
         check_pieces(pieces, parameters, world_size=dist.get_world_size(self.group))
         self.parameters, self.pieces = parameters, sorted(pieces)
-        self.masters: dict[
-            Piece, Tensor
-        ] = {}  # what is updated where rows are gathered rounded, or scattered in memory
-        self.keys: dict[Piece, Tensor] = {}  # what stands for an own piece in the optimizer
-        self._stand_ins: dict[Tensor, list[Tensor]] = {parameters[piece.index]: [] for piece in self.pieces}
-        for piece in self.pieces:
-            if piece.owner == self.rank:
-                key = self.keys[piece] = self._stand_in(piece)
-                self._stand_ins[parameters[piece.index]].append(key)
+        # what stands for own pieces in the optimizer
+        self.own = PieceKeys(parameters, self.pieces, rank=self.rank, gather_dtype=self.gather_dtype)
         self._gather = PieceGather(
-            parameters, self.pieces, group=self.group, node=self.node, dtype=self.gather_dtype, sources=self.masters
+            parameters,
+            self.pieces,
+            group=self.group,
+            node=self.node,
+            dtype=self.gather_dtype,
+            sources=self.own.masters,
         )
-        keep_own_state(self.optimizer, self.pieces, keys=self.keys)
+        keep_own_state(self.optimizer, self.pieces, keys=self.own.keys)
         self._consolidated, self._checked_state = None, False
-
-    def _stand_in(self, piece: Piece) -> Tensor:
-        parameter = self.parameters[piece.index]
-        rows = rows_of(parameter, piece)
-        scattered = torch.empty_like(rows, device="meta").stride() != rows.stride()  # (transposed weights)
-        if scattered or sent_dtype(parameter, self.gather_dtype) != parameter.dtype:
-            rows = self.masters[piece] = torch.empty_like(rows).copy_(rows)
-        elif is_whole(piece, parameter):
-            return parameter
-        return nn.Parameter(rows, requires_grad=parameter.requires_grad)
 
     def __call__(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One step. `closure` runs the forward and backward pass (and clipping) on whole gradients first.
@@ -127,55 +114,28 @@ class ParallelStep:
     def _narrow(self) -> None:
         """Leave the own pieces alone in the groups, with their rows of the gradients."""
         self.active = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
-        for piece, key in self.keys.items():
-            if key is not self.parameters[piece.index]:
-                self._refresh(piece, key)
+        self.own.refresh()
         for group in self.optimizer.param_groups:
             names = group.get("param_names")
             self._narrowed.append((group, {"params": group["params"]} | ({"param_names": names} if names else {})))
-            kept = [self._stand_ins.get(parameter, [parameter]) for parameter in group["params"]]
+            kept = [self.own.of_parameter.get(parameter, [parameter]) for parameter in group["params"]]
             group["params"] = [key for keys in kept for key in keys]
             if names:
                 group["param_names"] = [name for name, keys in zip(names, kept, strict=True) for _ in keys]
 
-    def _refresh(self, piece: Piece, key: Tensor) -> None:
-        """Follow what others did to the parameter since the last step: new memory, new values, a new gradient."""
-        parameter = self.parameters[piece.index]
-        rows = rows_of(parameter, piece)
-        if piece in self.masters:
-            self._follow(piece)
-        elif key.data_ptr() != rows.data_ptr():
-            key.data = rows
-        key.requires_grad_(parameter.requires_grad)
-        if parameter.grad is not None and parameter.grad.is_sparse and not is_whole(piece, parameter):
-            raise ValueError(f"parameter {piece.index} is cut into rows and has a sparse gradient; update it whole")
-        key.grad = None if parameter.grad is None else laid_out(rows_of(parameter.grad, piece), key)
-
-    def _follow(self, piece: Piece) -> None:
-        parameter, master = self.parameters[piece.index], self.masters[piece]
-        rows = rows_of(parameter, piece)
-        if not _equal_when_sent(rows, master, sent_dtype(parameter, self.gather_dtype)):
-            master.copy_(rows)  # loaded, averaged, swapped: not what was gathered
-
-    def _is_rounded(self, piece: Piece) -> bool:
-        parameter = self.parameters[piece.index]
-        return sent_dtype(parameter, self.gather_dtype) != parameter.dtype
-
     def exact_parameters(self) -> dict[Tensor, Tensor]:
         """Collective call: what stands behind parameters that are gathered rounded, in CPU memory on rank 0, elsewhere {}."""
-        rounded = [p for p in self.pieces if self._is_rounded(p)]
+        rounded = [piece for piece in self.pieces if self.own.is_rounded(piece)]
         for piece in rounded:
-            if piece in self.masters:
-                self._follow(piece)
-        whole = exact_parameters(self.parameters, rounded, exact=self.masters, group=self.group)
+            self.own.follow(piece)
+        whole = exact_parameters(self.parameters, rounded, exact=self.own.masters, group=self.group)
         return {self.parameters[index]: value for index, value in whole.items()}
 
     def _widen(self) -> None:
         for group, entries in self._narrowed:
             group.update(entries)
-        for piece, key in self.keys.items() if self._narrowed else ():
-            if key is not self.parameters[piece.index]:
-                key.grad = None
+        if self._narrowed:
+            self.own.drop_gradients()
         self._narrowed = []
 
     def _after_update(self) -> None:
@@ -198,7 +158,7 @@ class ParallelStep:
 
     def _current_keys(self) -> Mapping[Piece, Tensor]:
         now = self._counted_now()
-        return {now[piece]: key for piece, key in self.keys.items() if piece in now}
+        return {now[piece]: key for piece, key in self.own.keys.items() if piece in now}
 
     def _counted_now(self) -> dict[Piece, Piece]:
         now = {parameter: index for index, parameter in enumerate(parameters_of(self.optimizer))}
@@ -270,15 +230,6 @@ class ParallelStep:
         self.optimizer.__dict__.update(
             {name: value for name, value in self._original.items() if name not in self.optimizer.__dict__}
         )
-
-
-def _equal_when_sent(rows: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `rows` hold what `exact` is in `dtype`; on a CPU in parts, whose memory is used again."""
-    if rows.dim() == 0:
-        rows, exact = rows.view(1), exact.view(1)
-    at_once = max(1, _COMPARED * len(rows) // max(1, rows.numel())) if rows.device.type == "cpu" else len(rows)
-    parts = zip(rows.split(at_once), exact.split(at_once), strict=True)  # type: ignore[no-untyped-call]
-    return all(torch.equal(part, own.to(dtype).to(part.dtype)) for part, own in parts)
 
 
 def install_parallel_step(

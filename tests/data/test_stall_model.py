@@ -15,7 +15,8 @@ from lightning_topt.data.stalls.advice import (
     split_stalls,
     what_if,
 )
-from lightning_topt.data.stalls.model import SetUp, StallCosts, batch_seconds, bounds, samples_per_second
+from lightning_topt.data.stalls.model import batch_seconds, bounds, samples_per_second
+from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts
 
 COSTS = StallCosts(
     batch_size=32,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.kernels import FLOPS, encode_arguments, make_call, measure
+from lightning_topt.graph.flop_formulas import FLOPS
+from lightning_topt.graph.kernels import encode_arguments, make_call, measure
 from lightning_topt.graph.op_graph import Amount, Kernel
 from tests.models import GPT, Branching, ConvNet, DictBatch, batch_for
 

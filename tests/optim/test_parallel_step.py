@@ -259,7 +259,7 @@ def rounded(rank: int) -> list[Any]:
     optimizer.step()
     plain.step()
     assert parameter.equal(twin.bfloat16().float())
-    masters = sum(t.numel() for t in step.masters.values())
+    masters = sum(t.numel() for t in step.own.masters.values())
     step.consolidate_state_dict()
     return (
         [masters, optimizer.state_dict()["state"][0]["exp_avg"].equal(plain.state[twin]["exp_avg"])]

@@ -10,9 +10,7 @@ from __future__ import annotations
 import copyreg
 import enum
 import functools
-import os
 import random
-import stat
 import types
 import weakref
 from collections.abc import Mapping
@@ -28,10 +26,10 @@ from lightning_topt.data.cache import sample_layout
 from lightning_topt.data.cache.determinism import HOOK, IGNORED
 from lightning_topt.data.cache.fingerprint_code import LaterModule, Own, Parts, Words, parts_of
 from lightning_topt.data.cache.fingerprint_packages import home, is_library, version
+from lightning_topt.data.cache.named_files import hash_of_file, paths_in
 
 _KINDS = (int, float, complex, bool, str, bytearray, type(None), type(Ellipsis), range)
 _PLAIN = {kind: kind.__name__ for kind in _KINDS}
-_SEARCHED = 1 << 22  # bytes of an array of texts at a time, which stay in a core's cache
 _DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property, functools.singledispatchmethod)
 
 
@@ -208,7 +206,7 @@ class _Hasher:
                 self.add(item)
         else:
             self.digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else b"")
-            for path in _paths_in(value) if self.look_at_files else ():
+            for path in paths_in(value) if self.look_at_files else ():
                 self._add_file(path)
 
     def _add_object(self, value: Any) -> None:
@@ -287,34 +285,9 @@ class _Hasher:
             self.add([type(value), attributes, getattr(value, "default_factory", None)])
 
     def _add_file(self, path: str | bytes | PurePath) -> None:
-        if not self.look_at_files or (isinstance(path, str | bytes) and not 0 < len(path) <= 4096):
-            return
-        try:
-            found = os.stat(path)
-        except (OSError, ValueError):  # no such file; no name of a file
-            return
-        is_live = os.fsdecode(path).startswith(("/proc/", "/sys/"))  # last changed whenever one asks
-        if stat.S_ISREG(found.st_mode) and not is_live:  # a folder changes with whatever is put beside the data
-            fact = f"{os.fsdecode(path)} {found.st_size} {found.st_mtime_ns}".encode("utf-8", "surrogateescape")
-            self.files.add(xxhash.xxh3_64_intdigest(fact))
+        if self.look_at_files and (found := hash_of_file(path)) is not None:
+            self.files.add(found)
 
 
 def _names(ignored: Any) -> set[str]:
     return {ignored} if isinstance(ignored, str) else set(ignored or ())
-
-
-def _paths_in(array: np.ndarray[Any, Any]) -> list[str | bytes]:
-    """Distinct items of an array of texts that may be names of files: those with a dot or a separator."""
-    if array.dtype.names:
-        return [path for name in array.dtype.names for path in _paths_in(array[name])]
-    if array.dtype.kind not in "SU" or not array.size * array.dtype.itemsize:
-        return []
-    texts = np.ascontiguousarray(array).reshape(-1)
-    letters = texts.view("u1" if array.dtype.kind == "S" else f"{array.dtype.str[0]}u4").reshape(len(texts), -1)
-    found: dict[str | bytes, None] = {}
-    step = max(1, _SEARCHED // array.dtype.itemsize)
-    for start in range(0, len(texts), step):
-        part = letters[start : start + step]
-        is_path = ((part == ord(".")) | (part == ord("/")) | (part == ord(os.sep))).any(axis=1)
-        found |= dict.fromkeys(texts[start : start + step][is_path].tolist())
-    return list(found)

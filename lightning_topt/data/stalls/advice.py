@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from lightning_topt.data.stalls.model import SetUp, StallCosts, batch_seconds
+from lightning_topt.data.stalls.model import batch_seconds
+from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts
 
 NEARLY = 0.05  # longer per batch: what more of a cache would save is not worth having
 _STEP = 0.005  # of the share

@@ -27,8 +27,9 @@ from lightning_topt.data.stalls.loop import (
     samples_per_batch,
     touch,
 )
-from lightning_topt.data.stalls.model import SetUp, StallCosts, batch_seconds
+from lightning_topt.data.stalls.model import batch_seconds
 from lightning_topt.data.stalls.probes import WARMUP_SAMPLES, SourceProbe, fit_link, probe_source, read_rate
+from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts
 
 LEAST_BATCHES = 8
 _MOST_PROBES = 400

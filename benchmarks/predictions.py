@@ -28,7 +28,8 @@ import numpy as np
 
 from benchmarks.common import RESULTS, JobFailed, machine, mib, run_gpt
 from benchmarks.lab import Lab, LabError, end_on_signals
-from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
+from lightning_topt.plan.choose import choose
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.presets import PRESETS
 
 ROOM = "64GiB"  # kept by every plan; freed memory is given back, as under any limit

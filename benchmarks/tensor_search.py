@@ -37,10 +37,15 @@ def measure(layers: int, devices: int, name: str, samples: int, steps: int) -> d
     from lightning_topt.costs.optimizer import read_optimizer  # noqa: PLC0415
     from lightning_topt.graph.capture import capture  # noqa: PLC0415
     from lightning_topt.graph.meta_build import build_on_meta  # noqa: PLC0415
-    from lightning_topt.plan.plan_search import SearchRequest, search_plans  # noqa: PLC0415
+    from lightning_topt.plan.plan_search import search_plans  # noqa: PLC0415
     from lightning_topt.plugins.planning import make_fake_optimizers  # noqa: PLC0415
     from lightning_topt.techniques.tensor_parallel import split_candidates  # noqa: PLC0415
     from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace  # noqa: PLC0415
+
+    try:
+        from lightning_topt.plan.search_request import SearchRequest  # noqa: PLC0415
+    except ModuleNotFoundError:  # where checkouts from before that file have it
+        from lightning_topt.plan.plan_search import SearchRequest  # type: ignore[no-redef]  # noqa: PLC0415
 
     warnings.simplefilter("ignore")
     captures: list[float] = []

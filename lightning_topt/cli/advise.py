@@ -23,11 +23,13 @@ from lightning_topt.plan.advice_data import MeasuredStalls, advise_data
 from lightning_topt.plan.advice_exchange import advise_bounded_loss, advise_compression, advise_servers
 from lightning_topt.plan.advice_page import Advice, save_advice
 from lightning_topt.plan.advice_scale import advise_batch, advise_devices
-from lightning_topt.plan.choose import PlanPoint, fitting_points
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.choose import fitting_points
+from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.scenario_report import plan_in_words
 from lightning_topt.plan.scenario_search import Found
 from lightning_topt.plan.scenarios import Scenario
+from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins.allowed_exchanges import AllowedExchanges
 from lightning_topt.plugins.plan_request import PlanRequest
 

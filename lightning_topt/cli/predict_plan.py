@@ -23,10 +23,11 @@ from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.meta_build import build_on_meta
 from lightning_topt.plan.explanation_report import print_explanation, print_stages
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.priced_plan import PricedPlan, price_plan
+from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.planning import make_fake_optimizers
-from lightning_topt.plugins.read_options import MeshPlan, PipelinePlan, UniformPlan, read_plan_option
+from lightning_topt.plugins.read_options import read_plan_option
 
 
 def predict_plan(config: DictConfig, cluster: Cluster, *, console: Console) -> None:

@@ -15,13 +15,13 @@ from lightning_topt.cli.example_step import ExampleStep
 from lightning_topt.plan.continuous_plans import StaleWeights
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest
-from lightning_topt.plan.plan_search import SearchRequest, stage_blocks
+from lightning_topt.plan.search_request import SearchRequest, stage_blocks
 from lightning_topt.plan.staged_step import step_of_plan
+from lightning_topt.plugins.given_plans import PipelinePlan
 from lightning_topt.plugins.own_batches import why_no_pipeline
 from lightning_topt.plugins.pipeline_look import why_left_out
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import make_fake_optimizers
-from lightning_topt.plugins.read_options import PipelinePlan
 from lightning_topt.plugins.searched_plan import needs_whole_parameters
 from lightning_topt.schedules.continuous import LAGS
 from lightning_topt.schedules.make_schedule import SCHEDULES

@@ -31,10 +31,10 @@ from lightning_topt.plan.choose_scenario import (
     default_objective,
     unpriced,
 )
-from lightning_topt.plan.plan_search import SearchRequest
 from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios
 from lightning_topt.plan.scenario_search import Found, search_scenario
 from lightning_topt.plan.scenarios import Scenario, Work
+from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 

@@ -17,11 +17,12 @@ from lightning_topt.costs.collective_curves import CollectiveCurve
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.node_types import Device, Link
 from lightning_topt.plan.advice_page import MODEL, Advice
-from lightning_topt.plan.choose import NoPlanFitsError, PlanFrontier, choose
+from lightning_topt.plan.choose import NoPlanFitsError, choose
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_search import SearchRequest
+from lightning_topt.plan.plan_frontier import PlanFrontier
 from lightning_topt.plan.priced_plan import price_plan
 from lightning_topt.plan.scenarios import Estimate
+from lightning_topt.plan.search_request import SearchRequest
 
 FASTER = 2.0
 _LITTLE = 0.02  # gain: no bottleneck

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.advice_page import MODEL, ZOU, Advice
 from lightning_topt.plan.advice_scale import compute_seconds
-from lightning_topt.plan.choose import TIME_ERROR, PlanPoint
+from lightning_topt.plan.choose import TIME_ERROR
+from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.scenarios import Estimate
 
 _WORTH = 0.1  # gain per step: less is within the error of predictions

@@ -15,11 +15,11 @@ import numpy as np
 
 from lightning_topt.costs.stage_table import StageKind, StageTable, StageVariant
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
-from lightning_topt.plan.choose import PlanPoint
 from lightning_topt.plan.continuous_shape import ContinuousShape, trained_bytes
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest
+from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_tables import stage_table
 from lightning_topt.plan.staged_plans import search_stages_for, staged_points

@@ -14,10 +14,10 @@ import numpy as np
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.costs.training_step import MICROBATCH_NOTE_BYTES, TrainingStep
 from lightning_topt.plan.chains import NO_BOUND
-from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import ParallelPlan, Prediction
 from lightning_topt.plan.pipeline_search import PipelineRequest
-from lightning_topt.plan.plan_search import SearchRequest, stage_blocks
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.search_request import SearchRequest, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_tables import PipelineShape
 from lightning_topt.plan.staged_plans import search_stages_for, shape_of_plan

@@ -11,42 +11,33 @@ from typing import Any
 
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.plain_values import (
-    check_plain,
     dump_yaml,
-    names,
     one_line,
     parse_yaml,
     read_text,
     shown,
-    text,
-    truth,
-    whole,
 )
-from lightning_topt.graph.joint_module import JointModule, joint_from_value
+from lightning_topt.graph.joint_module import JointModule
 from lightning_topt.graph.mesh_axes import Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.gradient_exchange import exchange_to_dict, read_exchange
 from lightning_topt.plan.legal_stages import check_continuous, rule_from_value
 from lightning_topt.plan.plan_checks import check_joint_batches, check_stages
+from lightning_topt.plan.plan_entries import VERSION, plan_entries
 from lightning_topt.plan.plan_parts import (
     BlockPlan,
     PlanError,
     Prediction,
     StagePlan,
-    prediction_from_value,
-    stage_from_value,
 )
 from lightning_topt.plan.plan_values import (
     config_to_dict,
-    exchange_from_value,
-    mesh_from_list,
     mesh_to_list,
 )
 from lightning_topt.plan.presets import Preset, describe_config
 from lightning_topt.prediction.choose_rule import prediction_to_value
 from lightning_topt.prediction.rule import Prediction as WeightPrediction
 
-VERSION = 2
 __all__ = ["BlockPlan", "ParallelPlan", "PlanError", "Prediction", "StagePlan", "preset_plan", "uniform_plan"]
 
 
@@ -227,7 +218,7 @@ class ParallelPlan:
     def from_dict(cls, data: Any) -> ParallelPlan:
         """Read what `to_dict` wrote, also in version 1. Raises PlanError that names the wrong entry."""
         try:
-            return _read(data)
+            return cls(**plan_entries(data, known={f.name for f in dataclasses.fields(cls)}))
         except PlanError:
             raise
         except (ValueError, TypeError, OverflowError) as error:
@@ -272,58 +263,3 @@ def preset_plan(
     storage = preset.storage(mesh)
     named = tuple(BlockPlan(name, OpConfig(storage, recompute=name in recompute)) for name in blocks if name)
     return ParallelPlan.of_blocks((*named, BlockPlan("", OpConfig(storage))), mesh=mesh)
-
-
-def _read(data: Any) -> ParallelPlan:
-    """A plan from plain values. Raises ValueError that names the wrong entry."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"a plan is a mapping, got {type(data).__name__}")
-    check_plain(data)
-    if type(data.get("version")) is not int or data["version"] not in (1, VERSION):
-        raise ValueError(
-            f"version is {shown(data.get('version'))}; this release reads plans of the versions 1 and {VERSION}"
-        )
-    if data["version"] == 1:
-        data = _from_version_1(data)
-    known = {f.name for f in dataclasses.fields(ParallelPlan)} | {"version"}
-    _check_entries(data, known=known, needed=("mesh", "stages"))
-    texts = {
-        name: "" if data.get(name) is None else text(data[name], name=name) for name in ("model", "cluster", "reason")
-    }
-    mesh = mesh_from_list(data["mesh"])
-    if not isinstance(data["stages"], list | tuple):
-        raise ValueError(f"stages must be a list, got {shown(data['stages'])}")
-    return ParallelPlan(
-        mesh=mesh,
-        stages=tuple(stage_from_value(entry, mesh, f"stages[{index}]") for index, entry in enumerate(data["stages"])),
-        fingerprint=None if data.get("fingerprint") is None else text(data["fingerprint"], name="fingerprint"),
-        batch_size=None if data.get("batch_size") is None else whole(data["batch_size"], name="batch_size"),
-        predicted=None if data.get("predicted") is None else prediction_from_value(data["predicted"]),
-        gradient_exchange=exchange_from_value(data.get("gradient_exchange")),
-        num_microbatches=whole(data.get("num_microbatches", 1), name="num_microbatches"),
-        schedule=None if data.get("schedule") is None else text(data["schedule"], name="schedule"),
-        own_batches=truth(data.get("own_batches", False), name="own_batches"),
-        joint=joint_from_value(data.get("joint") or (), name="joint"),
-        prediction=data.get("prediction"),
-        **texts,
-    )
-
-
-def _from_version_1(data: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Version 1 had one data axis, without a name, and one stage."""
-    known = {f.name for f in dataclasses.fields(ParallelPlan)} - {"mesh", "stages"} | {
-        "version",
-        "data_parallel_size",
-        "blocks",
-    }
-    _check_entries(data, known=known, needed=("data_parallel_size", "blocks"))
-    rest = {name: value for name, value in data.items() if name not in ("data_parallel_size", "blocks")}
-    size = whole(data["data_parallel_size"], name="data_parallel_size")
-    return {**rest, "mesh": [{"name": "data", "size": size}], "stages": [{"blocks": data["blocks"]}]}
-
-
-def _check_entries(data: Mapping[Any, Any], *, known: Collection[str], needed: Sequence[str]) -> None:
-    if unknown := set(data) - set(known):
-        raise ValueError(f"unknown entries {names(unknown)}; known are {sorted(known)}")
-    if missing := [name for name in needed if data.get(name) is None]:
-        raise ValueError(f"the entry {missing[0]!r} is missing")

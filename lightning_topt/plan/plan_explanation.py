@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.plan_search import SearchRequest, step_on
+from lightning_topt.plan.search_request import SearchRequest, step_on
 from lightning_topt.plan.tensor_meshes import joint_step_in, layout_of_plan, prices_on, split_of, step_in, step_under
 from lightning_topt.techniques.explain import BlockExplanation, Explanation, explain, explain_blocks
 from lightning_topt.techniques.plan_costs import PlanCosts

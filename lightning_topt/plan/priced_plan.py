@@ -12,7 +12,7 @@ from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.op_graph import Block
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, Prediction
 from lightning_topt.plan.plan_explanation import PlanExplanation, explain_plan
-from lightning_topt.plan.plan_search import SearchRequest, stage_blocks
+from lightning_topt.plan.search_request import SearchRequest, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_explanation import StageExplanation, explain_stages
 from lightning_topt.plan.stage_peaks import peak_bytes_of, stage_bytes

@@ -16,7 +16,8 @@ import numpy as np
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.crossings import Crossings
 from lightning_topt.graph.op_graph import Parameter
-from lightning_topt.plan.stage_blocks import Passes, StageBlocks
+from lightning_topt.plan.block_passes import Passes
+from lightning_topt.plan.stage_blocks import StageBlocks
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -26,20 +26,15 @@ from rich.table import Table
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.plain_values import dump_yaml
-from lightning_topt.plan.choose import PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
+from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.presets import describe_config
+from lightning_topt.plan.report_axes import DrawnAxis, drawn_axes
 from lightning_topt.plan.schedule_report import schedule_svg
 from lightning_topt.schedules.schedule_simulation import Simulation
 
 Points = Sequence[PlanPoint]
-Units = tuple[tuple[str, float, tuple[int, ...]], ...]  # name, factor, marks of a logarithmic axis
-_POWERS = tuple(2**k for k in range(10))
-_BYTES: Units = tuple((name, 1024.0**k, _POWERS) for k, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
-_ROUND = (1, 2, 5, 10, 20, 50, 100, 200, 500)
-_SECONDS: Units = (("us", 1e-6, _ROUND), ("ms", 1e-3, _ROUND), ("s", 1.0, (*_ROUND, 1000, 2000, 5000, 10000)))
 _MANY = 150  # more points than this are drawn small
-_LOG_FROM = 20.0  # an axis becomes logarithmic when its largest value is this many times its smallest
 # Okabe and Ito's colours, told apart by colour-blind readers, the ones that are dark enough for a white page first
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # 7 markers and 6 colours: 42 different series
@@ -52,16 +47,6 @@ _POINTER = {"arrowstyle": "-", "color": _INK, "linewidth": 0.9, "shrinkB": 9}
 _NOTE: dict[str, Any] = {"textcoords": "offset pixels", "color": _INK, "linespacing": 1.5, "bbox": _BOX, "zorder": 6}
 _SCHEDULE = '<section class="card schedule" aria-label="Schedule"><h3>Schedule of the chosen plan</h3>{}</section>'
 _NOTE |= {"fontsize": 10, "va": "bottom", "arrowprops": _POINTER}
-
-
-class _Axis(NamedTuple):
-    """The range of an axis in seconds or bytes, and where its marks stand."""
-
-    title: str
-    low: float
-    high: float
-    log: bool
-    ticks: tuple[tuple[float, str], ...]
 
 
 def print_table(points: Points, chosen: PlanPoint, *, console: Console, limit: int = 20) -> None:
@@ -96,7 +81,7 @@ def save_png(
     ordered, _ = _ordered(points, chosen)
     figure = Figure(figsize=(9, 5.2), dpi=160, facecolor="white", layout="constrained")
     axes = figure.add_subplot(facecolor="white")
-    x, y = _axes_of(ordered, memory_limit)
+    x, y = drawn_axes(ordered, memory_limit)
     _draw_axes(axes, x, y)
     _draw_series(axes, ordered)
     if memory_limit is not None:
@@ -128,7 +113,7 @@ def save_html(
     """
     ordered, index = _ordered(points, chosen)
     blocks, entries = _embedded(ordered)
-    x, y = _axes_of(ordered, memory_limit)
+    x, y = drawn_axes(ordered, memory_limit)
     limit = None if memory_limit is None else {"bytes": memory_limit, "text": format_bytes(memory_limit)}
     data = {"chosen": index, "reason": chosen.plan.reason, "notes": [*notes], "exact": exact, "limit": limit}
     data |= {"axes": {"x": x._asdict(), "y": y._asdict()}, "blocks": blocks, "points": entries}
@@ -168,47 +153,7 @@ def _selection(points: Points, chosen: int, *, limit: int) -> list[int]:
     return sorted(kept | {rest[(2 * k + 1) * len(rest) // (2 * free)] for k in range(free)})
 
 
-def _axes_of(points: Points, memory_limit: float | None) -> tuple[_Axis, _Axis]:
-    sizes = [point.peak_bytes for point in points]
-    reach = (max(sizes) - min(sizes)) or 0.5 * max(sizes)
-    if memory_limit is not None and memory_limit <= max(sizes) + reach:  # farther, it would squeeze the points
-        sizes.append(memory_limit)
-    times = [point.step_seconds for point in points]
-    return _axis("Peak memory per device", sizes, units=_BYTES), _axis("Time per step", times, units=_SECONDS)
-
-
-def _axis(title: str, values: Sequence[float], *, units: Units) -> _Axis:
-    low, high = min(values), max(values)
-    log = 0 < _LOG_FROM * low < high
-    if log:
-        pad = (high / low) ** 0.06
-        low, high = low / pad, high * pad
-        ticks = _log_ticks(low, high, units=units)
-    else:
-        margin = 0.08 * (high - low) or 0.25 * high or 1.0
-        low, high = max(0.0, low - margin), high + margin
-        ticks = _linear_ticks(low, high, units=units)
-    return _Axis(title, low, high, log, tuple(ticks))
-
-
-def _linear_ticks(low: float, high: float, *, units: Units) -> list[tuple[float, str]]:
-    """About five round values, all in the largest unit that is not above `high`."""
-    name, factor, _ = next((unit for unit in reversed(units) if unit[1] <= high), units[0])
-    rough = (high - low) / factor / 5
-    exponent = math.floor(math.log10(rough))
-    step = next(m for m in (1, 2, 5, 10) if m * 10.0**exponent >= rough * 0.999) * 10.0**exponent
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    first, last = math.ceil(low / factor / step - 1e-9), math.floor(high / factor / step + 1e-9)
-    return [(k * step * factor, f"{k * step:.{decimals}f} {name}") for k in range(first, last + 1)]
-
-
-def _log_ticks(low: float, high: float, *, units: Units) -> list[tuple[float, str]]:
-    ticks = [(mark * factor, f"{mark} {name}") for name, factor, marks in units for mark in marks]
-    inside = [tick for tick in ticks if low <= tick[0] <= high]
-    return inside[:: max(1, math.ceil(len(inside) / 7))]
-
-
-def _draw_axes(axes: Axes, x: _Axis, y: _Axis) -> None:
+def _draw_axes(axes: Axes, x: DrawnAxis, y: DrawnAxis) -> None:
     axes.set(xscale="log" if x.log else "linear", yscale="log" if y.log else "linear")
     axes.set(xlim=(x.low, x.high), ylim=(y.low, y.high))
     for axis, drawn in ((x, axes.xaxis), (y, axes.yaxis)):
@@ -234,7 +179,7 @@ def _draw_series(axes: Axes, points: Points) -> None:
         axes.plot(x, y, marker, color=colour, label=_devices(devices), markersize=size, markeredgewidth=edge, **_EDGE)
 
 
-def _draw_limit(axes: Axes, x: _Axis, memory_limit: float) -> None:
+def _draw_limit(axes: Axes, x: DrawnAxis, memory_limit: float) -> None:
     text, place = f"memory limit {format_bytes(memory_limit)}", min(max(memory_limit, x.low), x.high)
     if place == memory_limit:
         axes.axvline(memory_limit, color=_RED, linewidth=1.4, linestyle=(0, (5, 3)))

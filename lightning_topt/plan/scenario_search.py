@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_topt.plan.choose import NoPlanFitsError, PlanFrontier, PlanPoint, choose, fitting_points
+from lightning_topt.plan.choose import NoPlanFitsError, choose, fitting_points
 from lightning_topt.plan.parallel_plan import PlanError
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.scenarios import Estimate, ModelFacts, Scenario, Work, estimate
+from lightning_topt.plan.search_request import SearchRequest
 
 _MOST_MICROBATCHES = 256
 _MOST_SHOWN = 100  # of a frontier

@@ -20,8 +20,9 @@ from lightning_topt.costs.failures import RunTime, run_time
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.costs.sizes import parameter_bytes
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.choose import TIME_ERROR, PlanPoint
+from lightning_topt.plan.choose import TIME_ERROR
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.plan_frontier import PlanPoint
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_topt.basics.once import once_per_object
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.crossings import Crossings, chain_of, find_crossings, spec_bytes, uses_of_parameters
-from lightning_topt.costs.sizes import ROOT
-from lightning_topt.costs.stage_table import StageBlock, StageChain
+from lightning_topt.costs.crossings import Crossings, chain_of, find_crossings, uses_of_parameters
+from lightning_topt.costs.stage_table import StageChain
 from lightning_topt.costs.training_step import SPLIT_CALL_SECONDS, TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
-from lightning_topt.graph.op_graph import Amount, Op, OpGraph, Parameter
+from lightning_topt.graph.op_graph import Amount, Parameter
+from lightning_topt.plan.block_passes import (
+    Passes,
+    sizes_of_segments,
+    stage_block,
+    waiting_gradients,
+    weight_shares,
+)
 from lightning_topt.plan.step_once import Once, exchange_seconds, parameter_costs, shared_costs
 
 _GRAIN = 1e-9  # seconds and bytes of equal blocks are equal to this
@@ -30,25 +34,6 @@ _GRAIN = 1e-9  # seconds and bytes of equal blocks are equal to this
 # layers of width 64 to 512 took 2.4 to 1.06 times as long in two parts.
 SPLIT_BACKWARD_SECONDS = 1.1e-4
 SPLIT_BACKWARD_SHARE = 0.05
-
-
-@dataclass(frozen=True, eq=False)
-class Passes:
-    """One microbatch in each block (block,): seconds of `forward`, `backward` and the part of it for gradients of parameters;
-    bytes `kept` from forward to backward, without recomputation and with, and the most above these while it runs; and those of
-    gradients that are kept besides where gradients of parameters are left for later (`waiting`). `split`: the seconds that a
-    backward in two parts takes besides.
-    """
-
-    forward: Array
-    backward: Array
-    weights: Array
-    kept: Array
-    hump: Array
-    recomputed_kept: Array
-    recomputed_hump: Array
-    waiting: Array
-    split: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +131,7 @@ class StageBlocks:
             passes = replace(passes, backward=passes.backward + passes.split) if parts > 1 else passes
             first = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
             able = {block.name for block in self.step.graph.blocks if block.recomputable}
-            blocks = tuple(_block(passes, n, recomputes if self.names[n] in able else (False,)) for n in first)
+            blocks = tuple(stage_block(passes, n, recomputes if self.names[n] in able else (False,)) for n in first)
             self._chains[key] = StageChain(blocks, self.kinds)
         return self._chains[key]
 
@@ -220,7 +205,7 @@ class StageBlocks:
         rows = np.zeros((4, len(self.names)))
         recomputed = np.zeros((2, len(self.names)))
         compute = np.sum([*step.compute.values()], axis=0)
-        sizes, is_block = _sizes_of_segments(step.graph)
+        sizes, is_block = sizes_of_segments(step.graph)
         kept, output, forward, backward = sizes[..., 0] + sizes[..., 1] * samples
         between, hump = np.where(is_block, output, kept), np.maximum(backward, forward - kept)
         sums = *((rows[n], compute[n]) for n in (0, 1)), (rows[2], kept), (recomputed[0], between)
@@ -246,15 +231,7 @@ class StageBlocks:
         """The gradients that arrive at operators of each block with parameters and an input that gets a gradient, and how many
         operators these are.
         """
-        graph, found = self.step.graph, [(Amount(), 0)] * len(self.names)
-        inner = {edge.target for edge in graph.edges if edge.tensor.dtype.startswith(("float", "bfloat", "complex"))}
-        trained = {name for p in graph.parameters if p.trainable for name in (p.name, *p.aliases)}
-        for op in graph.ops:
-            if op.name in inner and trained.intersection(op.parameters):
-                n = self.crossings.places[self.step.segments.of_op[op.name]]
-                amount, count = found[n]
-                found[n] = sum((spec_bytes(spec, graph.batch_size) for spec in op.outputs), start=amount), count + 1
-        return found
+        return waiting_gradients(self.step, self.crossings.places, len(self.names))
 
     def _host_seconds(self, kernels: Array) -> Array:
         """Seconds (block,) of either pass that Python takes, which splits every call, beside kernels of `kernels` seconds.
@@ -267,11 +244,7 @@ class StageBlocks:
     @cached_property
     def _weight_shares(self) -> Array:
         """The share of the backward (block,) of gradients of parameters: half of that of operators that have parameters."""
-        flops = np.zeros((2, len(self.names)))
-        for op in self.step.graph.ops:
-            n = self.crossings.places[self.step.segments.of_op[op.name]]
-            flops[:, n] += np.array([0.5 * bool(op.parameters), 1.0]) * _backward_flops(op, self.step.graph.batch_size)
-        return np.asarray(np.divide(flops[0], flops[1], out=np.zeros(len(self.names)), where=flops[1] > 0))
+        return weight_shares(self.step, self.crossings.places, len(self.names))
 
     def _of_mesh(self, step: TrainingStep, level: int, crosses_nodes: bool) -> Once:
         ranks, found = step.mesh.data_parallel_size, {}
@@ -286,28 +259,3 @@ class StageBlocks:
             costs[2],
             shared_costs(step, self.uses, len(self.names), level, crosses_nodes=crosses_nodes),
         )
-
-
-@once_per_object
-def _sizes_of_segments(graph: OpGraph) -> tuple[Array, NDArray[np.bool_]]:
-    """Bytes kept, of the output, at the peaks of forward and of backward ([4], segment, [fixed, per sample]), and whether each
-    segment is that of a block.
-    """
-    names = "kept_bytes", "output_bytes", "forward_peak_bytes", "backward_peak_bytes"
-    amounts = [[getattr(segment, name) for segment in graph.timeline] for name in names]
-    sizes = np.array([[(amount.fixed, amount.per_sample) for amount in each] for each in amounts], float)
-    return sizes, np.array([segment.block != ROOT for segment in graph.timeline])
-
-
-def _block(passes: Passes, n: int, recomputes: Sequence[bool]) -> StageBlock:
-    seconds = passes.forward[n] + passes.backward[n]
-    plain = seconds, passes.kept[n], passes.hump[n]
-    again = seconds + passes.forward[n], passes.recomputed_kept[n], passes.recomputed_hump[n]
-    several = [plain if False in recomputes else (np.inf, 0.0, 0.0), *([again] if True in recomputes else [])]
-    time, kept, hump = np.maximum(np.array(several).T, 0.0)
-    nothing = np.zeros(len(several))
-    return StageBlock(tuple(range(len(several))), np.round(time, 9), nothing, nothing, np.round(kept), np.round(hump))
-
-
-def _backward_flops(op: Op, samples: float) -> float:
-    return sum(kernel.count * max(kernel.flops.at(samples), 0.0) for kernel in op.backward)

@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_topt.plan.continuous_shape import ContinuousShape
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.plan_search import SearchRequest, stage_blocks
+from lightning_topt.plan.search_request import SearchRequest, stage_blocks
 from lightning_topt.plan.stage_peaks import stage_bytes, worst_activations
 from lightning_topt.plan.stage_tables import PASS_SECONDS
 from lightning_topt.plan.stage_times import stage_seconds, step_seconds_of

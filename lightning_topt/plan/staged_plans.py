@@ -12,7 +12,6 @@ import numpy as np
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.frontier.stage_search import StagePoint
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.choose import PlanPoint
 from lightning_topt.plan.continuous_shape import ContinuousShape
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction, StagePlan
@@ -25,6 +24,7 @@ from lightning_topt.plan.pipeline_search import (
     search_pipelines,
     why_no_pipeline,
 )
+from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.split_stages import splits_of_stages
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_moves import with_moves

@@ -13,7 +13,7 @@ from lightning_topt.costs.plain_values import shown
 from lightning_topt.plan.continuous_plans import StaleWeights
 from lightning_topt.plan.legal_stages import rule_from_value
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plugins.read_options import GivenPlan, MeshPlan, PipelinePlan
+from lightning_topt.plugins.given_plans import GivenPlan, MeshPlan, PipelinePlan
 from lightning_topt.prediction import Prediction, TwoVersions, default_prediction, make_prediction
 from lightning_topt.schedules.continuous import LAGS
 

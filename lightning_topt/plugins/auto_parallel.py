@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topt.basics.argument_checks import check_choice
-from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import Engine
@@ -26,20 +25,14 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
 from lightning_topt.plugins.allowed_staleness import AllowedStaleness, AllowStaleness
 from lightning_topt.plugins.data_ranks import DataRanks
-from lightning_topt.plugins.ddp_parts import known_options, register_names
-from lightning_topt.plugins.engine_checkpoints import is_held_by
+from lightning_topt.plugins.ddp_parts import known_options, register_names, run_options
 from lightning_topt.plugins.example_batch import example_batches
 from lightning_topt.plugins.exchange_monitor import add_monitor
+from lightning_topt.plugins.given_plans import PipelinePlan
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import check_agreement
-from lightning_topt.plugins.read_options import (
-    PipelinePlan,
-    check_planner_options,
-    read_cluster,
-    read_memory_limit,
-    read_plan_option,
-)
+from lightning_topt.plugins.read_options import check_planner_options, read_cluster, read_memory_limit, read_plan_option
 from lightning_topt.plugins.run_plan import decide_plan
 from lightning_topt.plugins.sharded_clipping import clip_sharded
 from lightning_topt.plugins.step_monitor import StepMonitor
@@ -181,9 +174,7 @@ class AutoParallelStrategy(DataRanks):
         self._plan(trainer, batch)
         self._apply_plan(trainer, batch)
         self.setup_optimizers(trainer)
-        assert self._engine is not None
-        self._engine.attach_optimizers(self.optimizers)
-        self._fitted = self._engine
+        self._attach_optimizers()
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
 
@@ -233,9 +224,7 @@ class AutoParallelStrategy(DataRanks):
         """Apply the plan to a module and to optimizers that are set up."""
         self._waits_for_batch = False
         self._apply_plan(trainer, batch)
-        assert self._engine is not None
-        self._engine.attach_optimizers(self.optimizers)
-        self._fitted = self._engine
+        self._attach_optimizers()
         self._load_resumed()
 
     @override
@@ -247,18 +236,7 @@ class AutoParallelStrategy(DataRanks):
         _sync_module_states(self.model)  # all that DDP would do by now, but for the memory of gradients
 
     def _run_options(self) -> RunOptions:
-        """Return what Lightning's DDPStrategy would make of its options."""
-        automatic = self.lightning_module is not None and self.lightning_module.automatic_optimization
-        hook = self._ddp_comm_hook
-        if hook is not None and self._ddp_comm_wrapper is not None:
-            hook = self._ddp_comm_wrapper(hook)
-        return RunOptions(
-            ddp={"gradient_as_bucket_view": True, **self._ddp_kwargs} if automatic else self._ddp_kwargs,
-            hook=hook,
-            hook_state=self._ddp_comm_state,
-            topology=Topology(self.num_nodes, self.world_size // self.num_nodes, self.global_rank),
-            nonfinite="error" if self._scaler is None else "skip",
-        )
+        return run_options(self, scales=self._scaler is not None)
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -287,17 +265,7 @@ class AutoParallelStrategy(DataRanks):
         if self._failed and holds_parts:
             # The other ranks may be anywhere: collecting the parameters could wait for them. They stay in shards.
             self._running = False
-        if self._engine is not None and self._running:
-            if self.root_device.type != "cpu":
-                self._engine.optimizer_state_to_host()
-            self._running = False
-            model, self.model = self.model, self.lightning_module
-            self._engine.release()
-            for optimizer in self.optimizers:
-                if self.model is not None and is_held_by(self.model, optimizer):
-                    self._engine.return_optimizer_state(optimizer)
-            if isinstance(model, DistributedDataParallel):
-                self.model = model  # the superclass unwraps it
+        self._release_engine()
         super().teardown()
 
     # ---- registration ---------------------------------------------------------------------------------------------

@@ -28,10 +28,10 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.continuous_steps import ContinuousSteps
 from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY, PIPELINE_KEY
 from lightning_topt.plugins.engine_checkpoints import EngineCheckpoints
+from lightning_topt.plugins.given_plans import GivenPlan, MeshPlan, PipelinePlan
 from lightning_topt.plugins.joint_batches import JointBatches
 from lightning_topt.plugins.pipeline_members import PipelineMembers
 from lightning_topt.plugins.pipeline_steps import PipelineSteps
-from lightning_topt.plugins.read_options import GivenPlan, MeshPlan, PipelinePlan
 from lightning_topt.plugins.turns import Turns
 from lightning_topt.schedules.continuous import LAGS
 

@@ -12,7 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_topt.communication.topology import Topology
 from lightning_topt.plugins.register import register_names as register_names
+from lightning_topt.techniques.technique import RunOptions
 
 CHECKPOINT_KEY, EXCHANGE_KEY, PIPELINE_KEY = "lightning_topt", "gradient_exchange", "pipeline"
 HOOK_OPTIONS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
@@ -50,6 +52,21 @@ def known_options(
     if unknown := sorted(set(options) - known):
         raise TypeError(f"{strategy} does not take {unknown[0]!r}; DDP's own options are {sorted(known)}")
     return options
+
+
+def run_options(strategy: DDPStrategy, *, scales: bool) -> RunOptions:
+    """Return what Lightning's DDPStrategy would make of its options; `scales`: a GradScaler skips gradients that overflow."""
+    automatic = strategy.lightning_module is not None and strategy.lightning_module.automatic_optimization
+    hook = strategy._ddp_comm_hook
+    if hook is not None and strategy._ddp_comm_wrapper is not None:
+        hook = strategy._ddp_comm_wrapper(hook)
+    return RunOptions(
+        ddp={"gradient_as_bucket_view": True, **strategy._ddp_kwargs} if automatic else strategy._ddp_kwargs,
+        hook=hook,
+        hook_state=strategy._ddp_comm_state,
+        topology=Topology(strategy.num_nodes, strategy.world_size // strategy.num_nodes, strategy.global_rank),
+        nonfinite="skip" if scales else "error",
+    )
 
 
 def name_own_strategy(error: BaseException, strategy: str) -> None:

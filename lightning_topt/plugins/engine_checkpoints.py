@@ -10,6 +10,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -43,6 +44,27 @@ class EngineCheckpoints(ExchangeSteps):
     _running = False
     _holds_back = False
     _resumed: Mapping[str, Any] | None = None
+
+    def _attach_optimizers(self) -> None:
+        """Let the engine run the optimizers of this fit."""
+        assert self._engine is not None
+        self._engine.attach_optimizers(self.optimizers)
+        self._fitted = self._engine
+
+    def _release_engine(self) -> None:
+        """Make the module whole again if an engine runs it, and with it the state of optimizers that are used after the fit."""
+        if self._engine is None or not self._running:
+            return
+        if self.root_device.type != "cpu":
+            self._engine.optimizer_state_to_host()
+        self._running = False
+        model, self.model = self.model, self.lightning_module
+        self._engine.release()
+        for optimizer in self.optimizers:
+            if self.model is not None and _is_held_by(self.model, optimizer):
+                self._engine.return_optimizer_state(optimizer)
+        if isinstance(model, DistributedDataParallel):
+            self.model = model  # the superclass unwraps it
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -152,8 +174,8 @@ def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
     return state.whole() if isinstance(state, StoredOptimizer) else dict(state)
 
 
-def is_held_by(module: nn.Module, optimizer: Optimizer) -> bool:
-    """Return whether an attribute of `module` is, or directly holds, `optimizer`: then it may be used after the fit."""
+def _is_held_by(module: nn.Module, optimizer: Optimizer) -> bool:
+    """Whether an attribute of `module` is, or directly holds, `optimizer`: then it may be used after the fit."""
     for submodule in module.modules():
         for value in vars(submodule).values():
             held = (

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from lightning_topt.execution.pipeline.stage_layout import written_buffers
 from lightning_topt.execution.pipeline.step_flows import StepFlows
-from lightning_topt.plan.choose import NoPlanFitsError, PlanFrontier
+from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.member_pipelines import least_member_seconds, search_member_pipelines
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plan.plan_search import SearchRequest
+from lightning_topt.plan.plan_frontier import PlanFrontier
+from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins.found_plans import fastest, seconds_that_pay, together
 from lightning_topt.plugins.own_batches import WatchedTrace, why_no_members, why_steps_may_differ
 from lightning_topt.plugins.pipeline_members import takes_index

@@ -12,7 +12,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.plan.legal_stages import rule_from_value
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.ddp_parts import register_names
-from lightning_topt.plugins.read_options import PipelinePlan
+from lightning_topt.plugins.given_plans import PipelinePlan
 from lightning_topt.prediction import Prediction
 from lightning_topt.schedules.continuous import LAGS
 

@@ -12,7 +12,7 @@ from lightning_topt.costs.measured_device import device_memory_bytes
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.allowed_exchanges import AllowedExchanges
 from lightning_topt.plugins.allowed_staleness import AllowedStaleness
-from lightning_topt.plugins.read_options import GivenPlan, MeshPlan, PipelinePlan, UniformPlan
+from lightning_topt.plugins.given_plans import GivenPlan, MeshPlan, PipelinePlan, UniformPlan
 
 
 @dataclass(frozen=True)

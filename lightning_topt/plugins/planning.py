@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.choose import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plugins.allowed_exchanges import check_exchange_of_run
 from lightning_topt.plugins.allowed_staleness import check_flight, why_not_continuous, with_rule
 from lightning_topt.plugins.batch_parts import count_samples
+from lightning_topt.plugins.given_plans import MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.own_batches import why_no_members, why_no_pipeline, why_no_turns
 from lightning_topt.plugins.pipeline_plan import choose_pipeline, microbatch_of, pipeline_request, with_blocks_for
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning, optimizers_of
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
-from lightning_topt.plugins.read_options import MeshPlan, PipelinePlan, UniformPlan
 from lightning_topt.plugins.searched_plan import (
     capture_on_ranks,
     choose_for,

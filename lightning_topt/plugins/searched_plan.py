@@ -27,14 +27,16 @@ from lightning_topt.graph.blocks import why_not_recomputed
 from lightning_topt.graph.capture import capture, may_need_values
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.choose import PlanFrontier, PlanPoint, choose
+from lightning_topt.plan.choose import choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_search import local_graphs, search_plans
+from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins.allowed_exchanges import exchanges_of_run
+from lightning_topt.plugins.given_plans import MeshPlan
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning, optimizers_of
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
-from lightning_topt.plugins.read_options import MeshPlan
 from lightning_topt.plugins.whole_parameters import why_whole
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel

@@ -11,7 +11,7 @@ import inspect
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_topt.plugins.held_parameters import is_library
+from lightning_topt.plugins.known_members import UNKNOWN, has_parameters, member_of, property_getter
 
 GRADIENTS = frozenset(
     ["grad", "grad_norm", "clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_"]
@@ -42,21 +43,8 @@ HARMLESS = frozenset(
 )
 HARMLESS_CALLS = frozenset(
     [
-        *(
-            "isinstance",
-            "issubclass",
-            "hasattr",
-            "type",
-            "id",
-            "print",
-            "repr",
-            "str",
-            "super",
-            "len",
-            "next",
-            "callable",
-        ),
-        *("getattr", "setattr", "delattr"),
+        *("isinstance", "issubclass", "type", "id", "print", "repr", "str", "super", "len", "next", "callable"),
+        *("hasattr", "getattr", "setattr", "delattr"),
     ]
 )
 KNOWS_SHARDS = frozenset({"full_tensor", "to_local"})
@@ -134,13 +122,6 @@ def _title(name: str) -> str:
     return "gradients" if name in GRADIENTS else "parameters"
 
 
-class _Unknown:
-    """A value that only running the code would tell."""
-
-
-UNKNOWN = _Unknown()
-
-
 @dataclass(frozen=True)
 class _Function:
     function: Any
@@ -170,17 +151,17 @@ class _Function:
     def _attribute(self, node: ast.Attribute, parents: Mapping[ast.AST, ast.AST]) -> str | None:
         base = self._value(node.value)
         if node.attr in self.reader.looks and (
-            base is UNKNOWN or isinstance(base, types.ModuleType) or _has_parameters(base)
+            base is UNKNOWN or isinstance(base, types.ModuleType) or has_parameters(base)
         ):
             return None if _is_harmless(node, parents) else _title(node.attr)
-        if (getter := _property(base, node.attr)) is not None:
+        if (getter := property_getter(base, node.attr)) is not None:
             return look_into(getter, (base,), self.reader, self.depth + 1)
         value = self._value(node)
         if not self.reader.calls_count:
             return None
         if isinstance(value, nn.Parameter):
             return None if _is_harmless(node, parents) else "parameters"
-        if isinstance(value, nn.Module) and _has_parameters(value) and not self._is_used_harmlessly(node, parents):
+        if isinstance(value, nn.Module) and has_parameters(value) and not self._is_used_harmlessly(node, parents):
             return f"uses {node.attr!r}"
         return None
 
@@ -188,7 +169,7 @@ class _Function:
         value = self._value(node)
         if node.id in self.reader.looks and isinstance(value, types.FunctionType):
             return _title(node.id)
-        if not (self.reader.calls_count and isinstance(value, nn.Module) and _has_parameters(value)):
+        if not (self.reader.calls_count and isinstance(value, nn.Module) and has_parameters(value)):
             return None
         parent = parents[node]
         if isinstance(parent, ast.Call) and parent.func is node:
@@ -234,7 +215,7 @@ class _Function:
         if isinstance(node, ast.Name):
             return self._variable(node.id)
         if isinstance(node, ast.Attribute):
-            return _member(self._value(node.value), node.attr, self.reader.module)
+            return member_of(self._value(node.value), node.attr, self.reader.module)
         return UNKNOWN
 
     def _variable(self, name: str) -> Any:
@@ -248,39 +229,6 @@ class _Function:
             except ValueError:
                 return UNKNOWN
         return UNKNOWN if name in code.co_varnames else self.function.__globals__.get(name, UNKNOWN)
-
-
-def _member(owner: Any, name: str, module: pl.LightningModule) -> Any:
-    if owner is UNKNOWN:
-        return UNKNOWN
-    if isinstance(owner, pl.Trainer):
-        return module if name in ("model", "lightning_module") else UNKNOWN
-    if isinstance(owner, pl.LightningModule) and name == "trainer":
-        return module._trainer or UNKNOWN
-    if isinstance(owner, types.ModuleType):
-        return vars(owner).get(name, UNKNOWN)
-    if isinstance(owner, nn.Module):
-        for values in (owner._modules, owner._parameters, owner._buffers):
-            if name in values:
-                return values[name]
-    try:
-        value = inspect.getattr_static(owner, name)
-    except AttributeError:
-        return UNKNOWN
-    if isinstance(value, types.FunctionType) and not isinstance(owner, type):
-        return types.MethodType(value, owner)
-    return UNKNOWN if isinstance(value, property | types.MemberDescriptorType) else value
-
-
-def _property(owner: Any, name: str) -> Callable[..., Any] | None:
-    value = None if owner is UNKNOWN else inspect.getattr_static(owner, name, None)
-    return value.fget if isinstance(value, property) else None
-
-
-def _has_parameters(value: Any) -> bool:
-    return isinstance(value, nn.Parameter) or (
-        isinstance(value, nn.Module) and next(value.parameters(), None) is not None
-    )
 
 
 def _is_super(node: ast.Call) -> bool:

@@ -8,7 +8,8 @@ import pytest
 
 from lightning_topt.costs.cluster import Cluster, Link
 from lightning_topt.plan.known_plans import KnownPlans
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.plan_search import search_plans
+from lightning_topt.plan.search_request import SearchRequest
 
 
 def check_that_none_is_dropped(request: SearchRequest, nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

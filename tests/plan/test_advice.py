@@ -33,9 +33,10 @@ from lightning_topt.plan.advice_scale import (
     overhead_ratio,
 )
 from lightning_topt.plan.pipeline_search import PipelineRequest
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.scenario_search import Found, search_scenario
 from lightning_topt.plan.scenarios import Scenario
+from lightning_topt.plan.search_request import SearchRequest
 from tests.models import GPT
 from tests.plan.test_scenarios import cluster, of
 

@@ -10,8 +10,9 @@ import pytest
 
 from lightning_topt.communication import Dense, TopK
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.choose import NoPlanFitsError, PlanFrontier, PlanPoint, choose
+from lightning_topt.plan.choose import NoPlanFitsError, choose
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, uniform_plan
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 
 MIB = 2.0**20
 

@@ -22,7 +22,8 @@ from lightning_topt.plan.continuous_plans import (
 from lightning_topt.plan.continuous_shape import ContinuousShape
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest
-from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
+from lightning_topt.plan.plan_search import search_plans
+from lightning_topt.plan.search_request import SearchRequest, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_explanation import explain_stages
 from lightning_topt.plan.staged_plans import stage_seconds, step_seconds_of

@@ -17,8 +17,8 @@ from lightning_topt.communication import TopK
 from lightning_topt.costs.cluster import Cluster, ClusterError
 from lightning_topt.costs.plain_values import MAX_BYTES
 from lightning_topt.graph.op_config import OpConfig
-from lightning_topt.plan.choose import PlanFrontier, PlanPoint
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, Prediction
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 
 ROOT = Path(__file__).parents[2]
 PLAN = ParallelPlan.of_blocks(

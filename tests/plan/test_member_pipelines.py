@@ -15,7 +15,8 @@ from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.member_pipelines import evaluation_bytes, least_member_seconds, search_member_pipelines
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, StagePlan
-from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
+from lightning_topt.plan.plan_search import search_plans
+from lightning_topt.plan.search_request import SearchRequest, stage_blocks
 from tests.models import GPT
 
 DEVICE = Device("accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12, op_overhead_seconds=1e-6)

@@ -17,12 +17,14 @@ from lightning_topt.frontier.brute_force import brute_force_stages
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_graph import Block
-from lightning_topt.plan.choose import PlanPoint, choose
+from lightning_topt.plan.choose import choose
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes, search_pipelines
 from lightning_topt.plan.plan_explanation import explain_plan
-from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
+from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.plan_search import search_plans
+from lightning_topt.plan.search_request import SearchRequest, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_bounds import bounds_of
 from lightning_topt.plan.stage_explanation import explain_stages

@@ -16,11 +16,12 @@ from lightning_topt.frontier.brute_force import brute_force_stages
 from lightning_topt.frontier.stage_search import search_stages
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_config import Replicate, Shard
-from lightning_topt.plan.choose import PlanPoint
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes
 from lightning_topt.plan.plan_explanation import unsplit_operators
-from lightning_topt.plan.plan_search import SearchRequest, local_graphs, search_plans, stage_blocks, why_unsplit
+from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.plan_search import local_graphs, search_plans, why_unsplit
+from lightning_topt.plan.search_request import SearchRequest, stage_blocks
 from lightning_topt.plan.split_stages import SplitStages, splits_of_stages, stage_tensor_sizes
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_bounds import bounds_of

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_topt.costs.cluster import Link
 from lightning_topt.frontier.stage_search import StagePoint, search_stages
-from lightning_topt.plan.plan_search import stage_blocks
+from lightning_topt.plan.search_request import stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_moves import with_moves
 from lightning_topt.plan.stage_tables import PipelineShape, stage_table

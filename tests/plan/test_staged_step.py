@@ -11,9 +11,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_topt.costs.cluster import Link
 from lightning_topt.execution.pipeline.split_backward import SplitBackward
-from lightning_topt.plan.choose import PlanPoint
 from lightning_topt.plan.pipeline_search import PipelineRequest
-from lightning_topt.plan.plan_search import SearchRequest, search_plans, stage_blocks
+from lightning_topt.plan.plan_frontier import PlanPoint
+from lightning_topt.plan.plan_search import search_plans
+from lightning_topt.plan.search_request import SearchRequest, stage_blocks
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_explanation import explain_stages
 from lightning_topt.plan.stage_times import simulated_schedule, stage_seconds

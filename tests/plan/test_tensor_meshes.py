@@ -20,12 +20,13 @@ from lightning_topt.graph.capture import capture
 from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig, Replicate, Shard
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.plan.choose import PlanFrontier
 from lightning_topt.plan.explanation_report import whole_sentences
 from lightning_topt.plan.known_plans import KnownPlans
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_explanation import explain_plan
-from lightning_topt.plan.plan_search import SearchRequest, _spaces, local_graphs, search_plans
+from lightning_topt.plan.plan_frontier import PlanFrontier
+from lightning_topt.plan.plan_search import _spaces, local_graphs, search_plans
+from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plan.tensor_meshes import (
     least_seconds,
     placed_tensors,

@@ -13,7 +13,8 @@ from lightning_topt.communication import BF16, DeMo, Dense, PowerSGD, Sign, TopK
 from lightning_topt.communication.method_registry import gradient_methods
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
-from lightning_topt.plan.plan_search import SearchRequest, search_plans
+from lightning_topt.plan.plan_search import search_plans
+from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins import allowed_exchanges
 from lightning_topt.plugins.allowed_exchanges import DEFAULT_CANDIDATES, AllowedExchanges
 from tests.costs.graphs import profile_of, random_graph

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import PlanError
-from lightning_topt.plugins.read_options import MeshPlan, read_plan_option
+from lightning_topt.plugins.given_plans import MeshPlan
+from lightning_topt.plugins.read_options import read_plan_option
 from tests.plugins.split_plans import split_plan
 from tests.plugins.trainer_ranks import RecordingGPT, Tokens, loader, make_trainer, on_ranks, topt_trainer
 

@@ -1,0 +1,184 @@
+"""Plans that users give in fewer words than a whole one: a uniform plan, the best one on a mesh, a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_topt.basics.argument_checks import check_choice, check_whole
+from lightning_topt.graph.mesh_axes import Axis, Mesh, data_mesh, hybrid_mesh
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
+from lightning_topt.plan.pipeline_search import PipelineRequest
+from lightning_topt.plan.presets import Preset
+from lightning_topt.prediction import Prediction
+from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.schedules.make_schedule import SCHEDULES
+from lightning_topt.techniques.tensor_parallel.split_layouts import layout_axes
+
+
+@dataclass(frozen=True)
+class UniformPlan:
+    """The same storage, and recomputation or not, for every block that the capture finds."""
+
+    preset: Preset
+    recompute: bool = False
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether no rank holds whole gradients."""
+        return self.preset.level >= 2
+
+    def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
+        """Return the mesh: one data axis, or nodes times the ranks of a node where the preset shards inside nodes.
+
+        Raises PlanError where these are not several of both.
+        """
+        per_node = world_size // num_nodes
+        if not self.preset.inner:
+            return data_mesh(world_size, scope="intra" if num_nodes == 1 else "inter")
+        if num_nodes == 1 or per_node == 1:
+            raise PlanError(
+                f"a hybrid plan shards inside nodes and copies between them: it needs several nodes of several ranks, and "
+                f"here are {num_nodes} node(s) with {per_node}. Use 'zero3', or give a plan with a mesh of its own"
+            )
+        return hybrid_mesh(num_nodes, per_node)
+
+    def of(self, graph: OpGraph, mesh: Mesh) -> ParallelPlan:
+        """Return the plan for the blocks of `graph`."""
+        names = [block.name for block in graph.blocks]
+        again = [block.name for block in graph.blocks if self.recompute and block.recomputable]
+        return preset_plan(self.preset, mesh=mesh, blocks=names, recompute=again)
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """The best plan on a given mesh; or, with `preset`, the one that splits most and stores everything as
+    ``ddp`` does, in the layout of that name (`LAYOUTS`).
+
+    `sizes` has the axes by name, outermost first; None: the tensor axes of the layout over all ranks.
+    """
+
+    sizes: tuple[tuple[str, int], ...] | None = None
+    preset: str = ""
+    recompute: bool = False
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether ranks may hold parts of gradients."""
+        return True
+
+    def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
+        """Return the mesh. Raises PlanError where it is not one of `world_size` ranks."""
+        sizes = self.sizes or tuple((axis.name, axis.size) for axis in self._axes(world_size))
+        mesh = Mesh(tuple(Axis(name, size) for name, size in sizes))
+        if mesh.size != world_size:
+            axes = " x ".join(f"{name} {size}" for name, size in sizes)
+            raise PlanError(
+                f"the mesh {axes} has {mesh.size} ranks, and this run has {world_size}: their product must be that"
+            )
+        per_node = world_size // num_nodes
+        spans = (mesh.stride([axis]) * mesh.shape[axis] for axis in range(len(sizes)))
+        scopes = ("intra" if span <= per_node and per_node % span == 0 else "inter" for span in spans)
+        return Mesh(tuple(replace(axis, scope=scope) for axis, scope in zip(mesh.axes, scopes, strict=True)))
+
+    def _axes(self, world_size: int) -> tuple[Axis, ...]:
+        try:
+            return layout_axes(self.preset, world_size)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The plan of `stages` stages (None: as many as the ranks run) under a schedule, in so many `microbatches` (None: chosen).
+
+    Each rank runs `stages_per_rank` of them (None: the fewest that the schedule takes). Ranks that are left form a data axis.
+    With `sizes`, the axes of the mesh as in `MeshPlan`, whatever is None is searched, the schedule as well. `prediction`
+    belongs to schedules that never flush; None: the optimizer's default.
+    Raises ValueError for wrong numbers and names.
+    """
+
+    stages: int | None = None
+    schedule: str | None = "1f1b"
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    recompute: bool = False
+    sizes: tuple[tuple[str, int], ...] | None = None
+    prediction: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "microbatches", "stages_per_rank"):
+            if getattr(self, name) is not None:
+                check_whole(getattr(self, name), name=name)
+        ranks, per_rank = dict(self.sizes or ()).get("pipeline"), self.per_rank
+        if self.stages is not None and ranks is not None and self.stages % ranks:
+            raise ValueError(
+                f"{ranks} ranks in a row run equally many stages each, so stages is a multiple of {ranks}; got {self.stages}"
+            )
+        if self.stages is not None and ranks is None and self.stages % per_rank:
+            raise ValueError(
+                f"schedule {self.schedule!r} runs {per_rank} stages on each rank, so stages is a multiple of that; got "
+                f"{self.stages}"
+            )
+        if self.schedule is None:
+            assert self.sizes is not None, "a schedule is searched on a given mesh"
+            return
+        check_choice(self.schedule, name="schedule", allowed=(*SCHEDULES, *LAGS))
+        if self.schedule in LAGS:
+            self._check_continuous()
+            return
+        if self.prediction is not None:
+            raise ValueError(
+                f"prediction is for the schedules {' and '.join(LAGS)}, and this one is {self.schedule!r}: leave it out"
+            )
+        sizes = {"num_ranks": ranks or max(1, (self.stages or per_rank) // per_rank), "stages_per_rank": per_rank}
+        problem = SCHEDULES[self.schedule].problem(num_microbatches=self.microbatches or 1, **sizes)
+        if problem is not None:
+            raise ValueError(problem)
+
+    def _check_continuous(self) -> None:
+        if self.microbatches not in (None, 1):
+            raise ValueError(
+                f"schedule={self.schedule!r} takes whole batches one after the other, without microbatches: leave them out"
+            )
+        if self.stages_per_rank not in (None, 1) or (
+            self.sizes and self.stages not in (None, dict(self.sizes)["pipeline"])
+        ):
+            raise ValueError(f"schedule={self.schedule!r} runs one stage on each rank: leave out stages_per_rank")
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether no rank holds whole gradients: each has those of its stages."""
+        return True
+
+    @property
+    def per_rank(self) -> int:
+        """Number of stages on each rank; the fewest where that is searched."""
+        if self.sizes is not None and self.stages is not None:
+            return self.stages // dict(self.sizes)["pipeline"]
+        rule = SCHEDULES.get(self.schedule or "")
+        return self.stages_per_rank or (1 if rule is None else rule.least_stages)
+
+    def wanted(self, mesh: Mesh, *, microbatches: int | None) -> PipelineRequest:
+        """Return what to search for on its mesh."""
+        stages = self.stages if self.sizes is not None else mesh.pipeline_size * self.per_rank
+        ranks, tensor = mesh.pipeline_size, mesh.ranks_along(mesh.tensor_axes)
+        return PipelineRequest(stages, self.schedule, microbatches, ranks=ranks, tensor=tensor)
+
+    def mesh(self, world_size: int, *, num_nodes: int) -> Mesh:
+        """Return the mesh: stages along the first axis, parts of the batch along the second, slices along the last, where
+        these are asked for. Raises PlanError.
+        """
+        if self.sizes is not None:
+            sizes = {"pipeline": 1, "data": 1} | dict(self.sizes)
+            return MeshPlan(tuple(sizes.items())).mesh(world_size, num_nodes=num_nodes)
+        ranks = world_size if self.stages is None else self.stages // self.per_rank
+        if world_size % ranks:
+            raise PlanError(
+                f"{self.stages} stages, {self.per_rank} on each rank, need {ranks} ranks or a multiple of that, and this run "
+                f"has {world_size}: choose another number of stages or of devices"
+            )
+        return MeshPlan((("pipeline", ranks), ("data", world_size // ranks))).mesh(world_size, num_nodes=num_nodes)
+
+
+GivenPlan = ParallelPlan | UniformPlan | MeshPlan | PipelinePlan

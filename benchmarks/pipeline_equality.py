@@ -90,7 +90,7 @@ def _loss_of(root: nn.Module, part: Any) -> Tensor:
 
 def _gathered_gradients(engine: Engine, module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
     """The gradients of all ranks, of which several may have the same one: then it has to be the same. A collective call."""
-    now, split = dict(module.named_parameters()), engine._split_names
+    now, split = dict(module.named_parameters()), engine._applied.split_names()
     # Slices are joined by the ranks of a tensor group, in order of names, the first of which returns the whole tensor.
     found = {name: now[name].grad for name in names if now[name].grad is not None}
     whole = _joined(found, split)

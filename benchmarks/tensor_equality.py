@@ -87,7 +87,9 @@ def run_plan(rank: int, model: Model, plan: Plan) -> Outcome:
         optimizer.step()
     now = dict(module.named_parameters())
     found = {name: now[name].grad for name in names if now[name].grad is not None}
-    gradients = {name: value.clone() for name, value in gather_module_state(found, engine._split_names).items()}
+    gradients = {
+        name: value.clone() for name, value in gather_module_state(found, engine._applied.split_names()).items()
+    }
     state = engine.module_state()
     parameters = {name: state[name].clone() for name in names if name in state}
     engine.release()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_topt.execution.gathered_state import follow_parameters, gather_parameter_states, place_optimizer_state
-from lightning_topt.execution.sharded_checkpoint import StoredOptimizer
+from lightning_topt.execution.stored_states import StoredOptimizer
 from lightning_topt.execution.tensor_chunks import chunks_of, rows_of_tensor
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.local_step import install_local_step

@@ -19,7 +19,7 @@ reverse order.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.execution.applied_techniques import AppliedTechniques, parallel_model
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer
 from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.mesh import check_world_size, say_where_nodes_differ
@@ -38,12 +39,11 @@ from lightning_topt.execution.pipeline.continuous_run import ContinuousRun
 from lightning_topt.execution.pipeline.pipeline_run import Example, PipelineRun
 from lightning_topt.execution.pipeline.stage_compression import compress_gradients
 from lightning_topt.execution.pipeline.stage_optimizer import StageOptimizer
+from lightning_topt.execution.plan_problems import checked_parameters
 from lightning_topt.optim import sharded_gradients
-from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.techniques.block_parameters import check_blocks, check_tied, parameters_by_block
-from lightning_topt.techniques.registry import TECHNIQUES, check_runs
-from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions, replaced_by
-from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.techniques.registry import TECHNIQUES
+from lightning_topt.techniques.technique import Applied, RunOptions
 
 State = dict[str, Any]
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -61,30 +61,20 @@ class Engine:
     ) -> None:
         check_world_size(plan, dist.get_world_size())
         self.plan, self.module, self.device = plan, module, device
-        self._configs = plan.configs
         self._options = options or RunOptions()
-        self._applied: list[Applied] = []
-        self._split: dict[Tensor, SplitTensor] = {}
-        self._slices: dict[Tensor, int] = {}
-        self._joined = False
         self._model: nn.Module = module
         self._optimizers: dict[Optimizer, AttachedOptimizer | StageOptimizer] = {}
         self._stages: PipelineRun | None = None  # of a plan with stages, once applied
         self._continuous: ContinuousRun | None = None  # where their schedule never flushes
         self.data_group: dist.ProcessGroup | None = None  # that the batch is split among, once applied; None: all ranks
         self.exchange: CompressedExchange | None = None  # of the plan's gradients, once applied
-        try:
-            check_runs(plan.mesh, self._configs, plan.gradient_exchange, schedule=plan.schedule)
-            check_blocks(self._configs, module, made_for=plan.model)
-            self._parameters = parameters_by_block(module, self._configs)
-            check_tied(self._parameters, self._configs)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
+        self._parameters = checked_parameters(plan, module)
+        self._applied = AppliedTechniques(self._parameters)
 
     @property
     def has_shards(self) -> bool:
         """Whether parameters are in shards, slices or stages now, so that taking the plan back needs every rank."""
-        return self._stages is not None or any(applied.replaced or applied.split for applied in self._applied)
+        return self._stages is not None or self._applied.has_shards
 
     @property
     def foreign_parameters(self) -> frozenset[nn.Parameter]:
@@ -102,32 +92,17 @@ class Engine:
         parameters: dict[str, dict[str, nn.Parameter]] = {block: {**named} for block, named in self._parameters.items()}
         if self.plan.schedule is not None:
             self._stages = stages = PipelineRun.start(self.plan, self.module, device=self.device, example=example)
-            self._applied.append(Applied(undo=stages.release, no_sync=stages.no_sync))
+            self._applied.add(Applied(undo=stages.release, no_sync=stages.no_sync))
             parameters = stages.kept_of(parameters)
-        model = ParallelModel(
-            module=self.module,
-            mesh=self.plan.mesh,
-            configs=self._configs,
-            parameters=parameters,
-            device=self.device,
-            root=self.module if wrapped is None else wrapped,
-            exchange=self.plan.gradient_exchange,
-            options=self._options,
-            num_microbatches=1 if self._stages is not None else self.plan.num_microbatches,
-            joint=self.plan.joint,
-        )
+        root = self.module if wrapped is None else wrapped
+        model = parallel_model(self.plan, self.module, parameters, device=self.device, root=root, options=self._options)
         for technique in TECHNIQUES:
             if (applied := technique.apply(model)) is not None:
-                self._applied.append(applied)
-                self._split.update(applied.split)
+                self._applied.add(applied)
                 self.exchange = applied.exchange or self.exchange
-        now = replaced_by(self._applied)
-        self._slices = {now[original]: how.slices for original, how in self._split.items()}
         self._model, self.data_group = model.root, model.data_group
         if self._stages is not None:
-            names = lambda: self._split_names  # noqa: E731
-            around = self.around_step if self._split else nullcontext
-            self._stages.follow(self.slices_of, around=around, joined=self._whole_slices, whole=self.whole, split=names)
+            self._stages.follow(self._applied)
             if self._stages.lag_per_hop is not None:
                 self._continuous = ContinuousRun(self._stages)
                 self.exchange = compress_gradients(self._stages, self._options)
@@ -136,10 +111,10 @@ class Engine:
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Make ``step`` of optimizers over the module's parameters, old or new, follow the plan. A collective call."""
-        replaced, attach = replaced_by(self._applied), [applied.attach for applied in self._applied]
+        replaced, split, attach = self._applied.replaced, self._applied.split, self._applied.attach
         for optimizer in optimizers:
             make = AttachedOptimizer if self._stages is None else partial(StageOptimizer, run=self._stages)
-            self._optimizers[optimizer] = make(optimizer, replaced=replaced, split=self._split, attach=attach)
+            self._optimizers[optimizer] = make(optimizer, replaced=replaced, split=split, attach=attach)
         if self._continuous is not None:
             self._continuous.attach(optimizers)
 
@@ -156,7 +131,7 @@ class Engine:
         factors = [1 / len(microbatches)] * len(microbatches) if weights is None else list(weights)
         if self._stages is not None:
             return self._stages.run_step(microbatches, loss_fn, weights=factors)
-        return run_in_turn(microbatches, partial(loss_fn, self._model), factors, around=self._around_microbatch)
+        return run_in_turn(microbatches, partial(loss_fn, self._model), factors, around=self._applied.around_microbatch)
 
     @property
     def stages(self) -> PipelineRun:
@@ -184,36 +159,25 @@ class Engine:
         if self._stages is not None:
             self._stages.sync_buffers()
 
-    @contextmanager
-    def around_step(self) -> Generator[None, None, None]:
-        """Forward and backward run within it, where they are not called by `run_step`; evaluation too."""
-        with ExitStack() as stack:
-            for applied in self._applied:
-                stack.enter_context(applied.around_step())
-            yield
+    def around_step(self) -> AbstractContextManager[None]:
+        """Return a context in which forward and backward run where `run_step` does not call them; evaluation too."""
+        return self._applied.around_step()
 
     def whole(self, value: Any) -> Any:
         """Return what a step returned, with whole tensors; within `around_step`. A collective call where some are split."""
-        for applied in self._applied:
-            value = applied.whole(value)
-        return value
+        return self._applied.whole(value)
 
     def take_turns(self, turns: bool) -> None:
         """From now on all ranks of a tensor group run the same batch, or not, under a plan by which each runs its own."""
-        for applied in self._applied:
-            applied.take_turns(turns)
+        self._applied.take_turns(turns)
 
-    @contextmanager
-    def no_sync(self) -> Generator[None, None, None]:
-        """Within it, backward accumulates gradients and leaves the exchange to a later backward, where that helps.
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward accumulates gradients and leaves the exchange to a later one, where that helps.
 
         Gradients that are sharded over all ranks are exchanged all the same: to keep them whole until the last backward
         would need the very memory that such a plan was chosen to save.
         """
-        with ExitStack() as stack:
-            for applied in self._applied:
-                stack.enter_context(applied.no_sync())
-            yield
+        return self._applied.no_sync()
 
     @contextmanager
     def joined(self) -> Generator[None, None, None]:
@@ -221,19 +185,8 @@ class Engine:
 
         Entering is a collective call.
         """
-        with self._whole_slices(), nullcontext() if self._stages is None else self._stages.joined():
+        with self._applied.joined(), nullcontext() if self._stages is None else self._stages.joined():
             yield
-
-    @contextmanager
-    def _whole_slices(self) -> Generator[None, None, None]:
-        with ExitStack() as stack:
-            for applied in self._applied:
-                stack.enter_context(applied.joined())
-            self._joined = True
-            try:
-                yield
-            finally:
-                self._joined = False
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients to a common norm of at most `max_norm`; returns the norm before. A collective call."""
@@ -243,7 +196,7 @@ class Engine:
 
     def slices_of(self, parameter: Tensor) -> int:
         """Return into how many slices along tensor axes `parameter`, one that the module has now, is cut."""
-        return self._slices.get(parameter, 1)
+        return self._applied.slices_of(parameter)
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp every gradient to [-`clip_value`, `clip_value`]."""
@@ -271,15 +224,17 @@ class Engine:
         """Return the module's state: whole on rank 0 (other ranks may return a part), or in shards. A collective call."""
         if self._stages is not None:
             return self._stages.module_state() if full else self._stages.own_module_state()
-        self._reshard()
-        return module_state(self.module, self._split_names, full=full) if self.has_shards else self.module.state_dict()
+        self._applied.reshard()
+        if not self.has_shards:
+            return self.module.state_dict()
+        return module_state(self.module, self._applied.split_names(), full=full)
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a whole state, each rank its part, or a stored one, of which each rank reads its part."""
         if self._stages is not None:
             return self._stages.load_module_state(state, strict=strict)
-        self._reshard()
-        split = self._split_names if self.has_shards else None
+        self._applied.reshard()
+        split = self._applied.split_names() if self.has_shards else None
         load_module_state(self.module, state, split, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, full: bool = True) -> State:
@@ -313,10 +268,8 @@ class Engine:
         """Undo `apply` and `attach_optimizers`: the module is whole and plain on every rank. A collective call."""
         for attached in self._optimizers.values():
             attached.release()
-        for applied in reversed(self._applied):
-            applied.undo()
-        self._applied, self._split, self._slices, self._model = [], {}, {}, self.module
-        self._stages = self._continuous = None
+        self._applied.undo()
+        self._model, self._stages, self._continuous = self.module, None, None
 
     def return_optimizer_state(self, optimizer: Optimizer) -> None:
         """Give an optimizer that is used again after `release` its whole state, on every rank. A collective call."""
@@ -328,19 +281,3 @@ class Engine:
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None
-
-    @contextmanager
-    def _around_microbatch(self, is_last: bool) -> Generator[None, None, None]:
-        with nullcontext() if is_last else self.no_sync(), self.around_step():
-            yield
-
-    @property
-    def _split_names(self) -> dict[str, SplitTensor]:
-        if self._joined:
-            return {}
-        named = (item for of_block in self._parameters.values() for item in of_block.items())
-        return {name: self._split[parameter] for name, parameter in named if parameter in self._split}
-
-    def _reshard(self) -> None:
-        for applied in self._applied:
-            applied.reshard()

@@ -15,7 +15,7 @@ from lightning_topt.execution.mesh import layout_difference
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, is_one_of
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.techniques.block_parameters import check_blocks, check_tied, parameters_by_block
 from lightning_topt.techniques.registry import check_runs
 from lightning_topt.techniques.tensor_parallel.split_parameters import check_split
@@ -26,6 +26,22 @@ from lightning_topt.techniques.tensor_parallelism import split_placements
 def configs_of(plan: ParallelPlan) -> dict[str, OpConfig]:
     """Return the configuration of each block."""
     return {block.block: block.config for block in plan.blocks}
+
+
+def checked_parameters(plan: ParallelPlan, module: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the parameters of each block of `plan`, by all their names in `module`.
+
+    Raises PlanError where the plan does not belong to the module, or nothing runs it.
+    """
+    configs = plan.configs
+    try:
+        check_runs(plan.mesh, configs, plan.gradient_exchange, schedule=plan.schedule)
+        check_blocks(configs, module, made_for=plan.model)
+        parameters = parameters_by_block(module, configs)
+        check_tied(parameters, configs)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    return parameters
 
 
 def model_problems(plan: ParallelPlan, module: nn.Module) -> Iterator[str]:

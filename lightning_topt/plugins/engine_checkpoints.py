@@ -15,14 +15,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topt.execution.engine import Engine
-from lightning_topt.execution.sharded_checkpoint import (
-    REST,
-    StoredModule,
-    StoredOptimizer,
-    is_sharded_checkpoint,
-    open_sharded,
-    save_sharded,
-)
+from lightning_topt.execution.sharded_checkpoint import REST, holds_shards, open_sharded, save_sharded
+from lightning_topt.execution.stored_states import StoredModule, StoredOptimizer
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.ddp_parts import CHECKPOINT_KEY
 from lightning_topt.plugins.exchange_steps import ExchangeSteps
@@ -164,7 +158,7 @@ class EngineCheckpoints(ExchangeSteps):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if not is_sharded_checkpoint(checkpoint_path):
+        if not holds_shards(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
         rest = super().load_checkpoint(Path(checkpoint_path) / REST, *args, **kwargs)
         return open_sharded(checkpoint_path, rest)

@@ -16,7 +16,7 @@ from lightning_topt.execution.attached_optimizer import AttachedOptimizer
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.sharded_checkpoint import (
     REST,
-    is_sharded_checkpoint,
+    holds_shards,
     open_sharded,
     read_sharded_checkpoint,
     save_sharded,
@@ -186,6 +186,6 @@ def test_rows_of_a_shared_step(folder: Path) -> None:
 
 def test_other_paths_are_told_apart(folder: Path) -> None:
     torch.save({}, folder / "file.ckpt")
-    assert not is_sharded_checkpoint(folder / "file.ckpt") and not is_sharded_checkpoint(folder)
+    assert not holds_shards(folder / "file.ckpt") and not holds_shards(folder)
     with pytest.raises(ValueError, match="is not a checkpoint folder"):
         read_sharded_checkpoint(folder)

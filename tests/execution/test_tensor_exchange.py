@@ -101,7 +101,7 @@ def interrupted(rank: int, folder: Path) -> Any:
         folder, module=own["module"], optimizers=own["optimizers"], exchange=exchange.own_state_dict(), rest={}
     )
     losses.append(step(engine, data()[-1], rank))
-    whole = {n: p for n, p in engine.module.named_parameters() if p not in engine._slices}
+    whole = {n: p for n, p in engine.module.named_parameters() if engine.slices_of(p) == 1}
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, {name: parameter.tolist() for name, parameter in whole.items()})
     assert all(each == everyone[0] for each in everyone), "parameters that are not split differ between tensor ranks"

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_topt import AutoParallelStrategy, read_sharded_checkpoint
 from lightning_topt.communication import TopK
-from lightning_topt.execution.sharded_checkpoint import is_sharded_checkpoint
+from lightning_topt.execution.sharded_checkpoint import holds_shards
 from lightning_topt.graph.mesh_axes import hybrid_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
@@ -77,7 +77,7 @@ def on_four_ranks(rank: int, folder: Path) -> Any:
     middle = folder / "mixed" / "step=6.ckpt"
     resumed = [fit(plan, path=middle)[1].losses for plan in ("zero1", mixed_plan(), "zero2")]
     saved_again = fit_and_save("zero3", folder / "again", path=middle)
-    kinds = [is_sharded_checkpoint(path) for part in ("zero3", "mixed", "again") for path in (folder / part).iterdir()]
+    kinds = [holds_shards(path) for part in ("zero3", "mixed", "again") for path in (folder / part).iterdir()]
     tested = topt_trainer("zero3").test(ResumableGPT(), loader(4), ckpt_path=middle, verbose=False)[0]["test_loss"]
     return whole, mixed, resumed, saved_again[0], kinds, tested
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,29 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topt.execution.pipeline.pipeline_run import PipelineRun, loss_of_step
+from lightning_topt.execution.pipeline.minibatch_passes import MinibatchPasses
+from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
 from lightning_topt.execution.pipeline.shared_parameters import SharedParameters
-from lightning_topt.execution.pipeline.side_values import UNKNOWN, SideValues, ValueParcels
-from lightning_topt.execution.pipeline.stage_inputs import StageInputs
+from lightning_topt.execution.pipeline.side_values import SideValues, ValueParcels
 from lightning_topt.execution.pipeline.stage_links import StageLinks
-from lightning_topt.execution.pipeline.stage_traffic import StageTraffic
 from lightning_topt.execution.pipeline.stage_weights import StageWeights
-from lightning_topt.execution.pipeline.step_flows import StageFlow, Step
+from lightning_topt.execution.pipeline.step_flows import Step
 from lightning_topt.execution.pipeline.turn import Turn
 from lightning_topt.execution.pipeline.update_pattern import UpdatePattern
 from lightning_topt.schedules.continuous import lag_of
 
 __all__ = ["ContinuousRun", "Turn"]
-
-
-@dataclass(eq=False)
-class _Flying:
-    """A minibatch between its forward and its backward pass."""
-
-    flow: StageFlow
-    traffic: StageTraffic
-    loss: Tensor | None = None  # of the last stage, as a graph, weighted
-    values: SideValues | None = None
 
 
 class ContinuousRun:
@@ -58,16 +45,15 @@ class ContinuousRun:
         links = StageLinks.of_pipelines(pipelines, rank=dist.get_rank(), device=staged.device, are_shared=are_shared)
         self._shared = SharedParameters(named, staged.layout, links)
         self._staged, self._links, staged.is_drained = staged, links, lambda: self.is_drained
-        self.stage, self.num_stages, self.lag_per_hop = links.stage, links.num_stages, lag_per_hop
+        self.stage, self.num_stages = links.stage, links.num_stages
         self._parameters = tuple(p for name, p in named.items() if name not in staged.foreign.names)
         self.lag = lag_of(self.stage, num_ranks=self.num_stages, lag_per_hop=lag_per_hop)
         self.minibatches = 0  # that have come in
         self._returned = 0
         self._pattern = UpdatePattern(num_stages=self.num_stages, stage=self.stage, lag_per_hop=lag_per_hop)
-        self._inputs = StageInputs(links)
+        self._passes = MinibatchPasses(staged, links, self._shared, lag_per_hop=lag_per_hop)
         self._values = ValueParcels(links, self.num_stages, staged.device)
         self._weights = StageWeights([], None, self._pattern, parameters=self._parameters)
-        self._flying: dict[int, _Flying] = {}
         self._turn: Turn | None = None
         self._powers = torch.zeros(self.num_stages, dtype=torch.float64, device=staged.device)
         self._failed, self.is_drained = False, True
@@ -120,7 +106,10 @@ class ContinuousRun:
             self.is_drained = False
             self._pattern.begin(index, completes=completes, accumulate=accumulate)
             self._pattern.expect(None if remaining is None else index + 1 + remaining, last_completes=last_completes)
-            self._forward(index, batch, step, weight=weight, payload=payload, kind=kind)
+            weights, powers = self._weights, self._powers
+            self._passes.forward(
+                index, batch, step, weights=weights, powers=powers, weight=weight, payload=payload, kind=kind
+            )
             self.minibatches += 1
             return self._back(index - self.lag)
 
@@ -195,53 +184,20 @@ class ContinuousRun:
 
     # ---- passes -------------------------------------------------------------------------------------------------------
 
-    def _forward(
-        self,
-        index: int,
-        batch: Any,
-        step: Step,
-        *,
-        weight: float,
-        payload: Callable[[], bytes] | None,
-        kind: Hashable,
-    ) -> None:
-        (flow,) = self._staged.flows.of(step, [batch], kind=kind)
-        self._staged.buffers.changed_by([flow])
-        flying = self._flying[index] = _Flying(flow, StageTraffic.of_stage(self.stage, flow.crossings))
-        received = self._inputs.receive(index, flying.traffic, self._powers)
-        self._shared.receive_weights(index)
-        self._let_go_of_gradients(index)
-        run = partial(step, self._staged.module, batch)
-        with self._weights.of_pass("forward", index), self._staged.around():
-            self._shared.send_weights(index)
-            output = flow.passes.forward(self.stage, index, run, received)
-        self._inputs.send(index, flying.traffic, output.sent, self._powers)
-        if self.stage == self.num_stages - 1:
-            loss = loss_of_step(output.result)
-            flying.loss = loss * weight
-            unknown = torch.full_like(self._powers, UNKNOWN)
-            flying.values = SideValues(loss.detach().reshape(()), unknown, None if payload is None else payload())
-
     def _back(self, minibatch: int) -> Turn:
         """Run backward of a minibatch, unless it is one before the first in flight."""
         self._begin_ahead(minibatch)
         if minibatch < self._returned:
             self._turn = Turn(None, False, None, is_open=False)
             return self._turn
-        flying = self._flying.pop(minibatch)
-        gradients = self._inputs.receive_gradients(minibatch, flying.traffic)
-        with self._weights.of_pass("backward", minibatch):
-            found = flying.flow.passes.backward(self.stage, minibatch, gradients, loss=flying.loss)
-        self._inputs.send_gradients(minibatch, flying.traffic, found)
-        del found, gradients
-        flying.loss = None
+        own = self._passes.backward(minibatch, weights=self._weights)
         self._returned += 1
         completes = self._pattern.completes(minibatch)
         if completes:
             self._shared.send_gradients(minibatch)
             self._shared.add_gradients(minibatch)
             self._staged.exchanges.average(self.stage)
-        values = flying.values or self._receive_values(minibatch)
+        values = own or self._receive_values(minibatch)
         self._turn = Turn(minibatch, completes, values)
         if not completes:
             self._send_values(self._turn)
@@ -250,8 +206,8 @@ class ContinuousRun:
     def _begin_ahead(self, minibatch: int) -> None:
         """Begin to receive what this turn and the next need of the stages behind."""
         for later in (minibatch, minibatch + 1):
-            if later in self._flying:
-                self._inputs.begin_gradients(later, self._flying[later].traffic)
+            if later in self._passes:
+                self._passes.begin_backward(later)
                 if self._pattern.completes(later):
                     self._shared.begin_gradients(later)
         if self._links.begins_ahead and minibatch >= self._returned:
@@ -263,13 +219,6 @@ class ContinuousRun:
             for channel in ("activations", "shared weights"):
                 self._links.let_go(channel, later, before=minibatch + 1)
         return values
-
-    def _let_go_of_gradients(self, index: int) -> None:
-        """Stages before have done the turn before this one, in which they used gradients."""
-        for earlier in range(self.stage):
-            lag = lag_of(earlier, num_ranks=self.num_stages, lag_per_hop=self.lag_per_hop)
-            for channel in ("gradients", "values", "shared gradients"):
-                self._links.let_go(channel, earlier, before=index - lag)
 
     def _send_values(self, turn: Turn) -> None:
         if turn.is_open and turn.minibatch is not None and turn.values is not None:
@@ -297,7 +246,5 @@ class ContinuousRun:
         except BaseException:
             self._failed = True
             self._links.forget()
-            for flying in self._flying.values():
-                flying.flow.passes.forget()
-            self._flying.clear()
+            self._passes.forget()
             raise

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_topt.communication.peers import PeerLostError
+from lightning_topt.execution.applied_techniques import AppliedTechniques
 from lightning_topt.execution.gathered_state import load_module_state, module_state
 from lightning_topt.execution.pipeline.foreign_parameters import place_parameters
-from lightning_topt.execution.pipeline.messages import Around, around_actions
 from lightning_topt.execution.pipeline.pipeline_groups import PipelineGroups
 from lightning_topt.execution.pipeline.random_order import OneStageOrder, RandomOrder
 from lightning_topt.execution.pipeline.runtime import run_actions
@@ -25,15 +24,12 @@ from lightning_topt.execution.pipeline.stage_layout import StageLayout
 from lightning_topt.execution.pipeline.stage_norms import StageNorms
 from lightning_topt.execution.pipeline.stage_peers import Peers
 from lightning_topt.execution.pipeline.step_flows import StageFlow, Step, StepFlows
+from lightning_topt.execution.pipeline.step_losses import loss_of_step, share_losses
+from lightning_topt.execution.pipeline.step_programs import StepPrograms
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.schedules.continuous import LAGS
-from lightning_topt.schedules.forward_only import forward_schedule
-from lightning_topt.schedules.make_schedule import make_schedule
-from lightning_topt.schedules.schedule import Schedule
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, draw_alike
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
-
-_KEPT = 64  # sequences of flows whose messages are known
 
 
 class Example(NamedTuple):
@@ -53,9 +49,8 @@ class PipelineRun:
     def __init__(self, plan: ParallelPlan, module: nn.Module, *, device: torch.device, example: Example) -> None:
         self.plan, self.module, self.device = plan, module, device
         self.lag_per_hop = LAGS.get(plan.schedule or "")  # of a schedule that never flushes
-        self._schedules: dict[tuple[bool, int], Schedule] = {}
-        self._programs: dict[Hashable, tuple[Around, ...]] = {}
-        self.schedule = self._schedule(plan.num_microbatches, backward=True)
+        self._programs = StepPrograms(plan)
+        self.schedule = self._programs.schedule(plan.num_microbatches, backward=True)
         self.groups = PipelineGroups.of_mesh(plan.mesh)
         if not plan.own_batches:
             draw_alike(self.groups.row)  # functional operators draw on every rank
@@ -92,23 +87,13 @@ class PipelineRun:
         except ValueError as error:
             raise PlanError(str(error)) from error
 
-    def follow(
-        self,
-        slices_of: Callable[[Tensor], int],
-        *,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        joined: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        whole: Callable[[Any], Any] = lambda value: value,
-        split: Callable[[], Mapping[str, SplitTensor]] = dict,
-    ) -> None:
-        """Take up what techniques did to the parameters that this rank keeps, before the first step.
-
-        Arguments are the engine's methods; `split` says how the parameters by these names are cut now.
-        """
-        self.around, self._split, self.flows.joined, self.flows.whole = around, split, joined, whole
+    def follow(self, applied: AppliedTechniques) -> None:
+        """Take up what techniques did to the parameters that this rank keeps, before the first step."""
+        self.around = applied.around_step if applied.split else nullcontext
+        self._split, self.flows.joined, self.flows.whole = applied.split_names, applied.joined, applied.whole
         named, by_first = dict(self.module.named_parameters()), self.lag_per_hop is not None
         self.exchanges = StageExchanges(named, self.layout, self.groups, by_first=by_first)
-        self.norms = StageNorms(self.groups, self.device, self.exchanges.counted_elsewhere, slices_of)
+        self.norms = StageNorms(self.groups, self.device, self.exchanges.counted_elsewhere, applied.slices_of)
 
     def kept_of(self, named: Mapping[str, Mapping[str, nn.Parameter]]) -> dict[str, dict[str, nn.Parameter]]:
         """Return those of the parameters, by block and name, that this rank keeps."""
@@ -157,7 +142,7 @@ class PipelineRun:
         losses = torch.zeros(count, device=self.device)
         for index, loss in results.items():
             losses[index] = loss.detach()
-        self._from_last(losses)
+        share_losses(losses, self.groups, source=self.layout.rank_of_stage[-1])
         return losses
 
     def evaluate(self, batch: Any, step: Step, *, kind: Hashable = None) -> Any:
@@ -184,8 +169,8 @@ class PipelineRun:
     ) -> dict[int, Any]:
         if self._failed:
             raise RuntimeError("a step of this pipeline has failed, and its ranks are out of step: start the run again")
-        schedule = self._schedule(len(microbatches), backward=factors is not None)
-        program = self._program(schedule, flows)
+        schedule = self._programs.schedule(len(microbatches), backward=factors is not None)
+        program = self._programs.around_actions(schedule, flows, rank=self.groups.rank)
         passes = [flow.passes for flow in flows]
         try:
             return run_actions(
@@ -205,50 +190,6 @@ class PipelineRun:
                 of_microbatch.forget()
             self.exchanges.forget()
             raise
-
-    def _schedule(self, num_microbatches: int, *, backward: bool) -> Schedule:
-        if num_microbatches < 1:
-            raise ValueError("a step has at least one microbatch")
-        key = backward, num_microbatches
-        if key not in self._schedules:
-            if backward:
-                assert self.plan.schedule is not None
-                self._schedules[key] = make_schedule(
-                    self.plan.schedule,
-                    num_ranks=self.plan.mesh.pipeline_size,
-                    num_microbatches=num_microbatches,
-                    stages_per_rank=self.plan.stages_per_rank,
-                )
-            else:
-                self._schedules[key] = forward_schedule(self.schedule.rank_of_stage, num_microbatches)
-        return self._schedules[key]
-
-    def _program(self, schedule: Schedule, flows: Sequence[StageFlow]) -> tuple[Around, ...]:
-        key = (schedule.name, tuple(flows))
-        if (known := self._programs.get(key)) is None:
-            known = around_actions(schedule, [flow.crossings for flow in flows], rank=self.groups.rank)
-            if all(flow.is_kept for flow in flows):
-                if len(self._programs) >= _KEPT:
-                    del self._programs[next(iter(self._programs))]
-                self._programs[key] = known
-        return known
-
-    def _from_last(self, values: Tensor) -> None:
-        """Give all ranks the `values` of the last stage's. Messages, since gloo takes longer to begin a collective call."""
-        row, source, own = self.groups.row, self.layout.rank_of_stage[-1], self.groups.rank
-        try:
-            if own == source:
-                others = (rank for rank in range(len(self.groups.pipeline)) if rank != own)
-                works = [row.send([values], rank, 0) for rank in others]
-            else:
-                works = [row.recv([values], source, 0)]
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"rank {dist.get_rank()} exchanged the losses of the step with rank {self.groups.pipeline[source]}, which runs "
-                f"the last stage: a rank is gone, stopped or late ({error})"
-            ) from error
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
@@ -325,15 +266,6 @@ class PipelineRun:
         self.foreign.restore()
         for each, group in self._averaged:
             each.process_group = group
-
-
-def loss_of_step(result: Any) -> Tensor:
-    """Return the loss that a step returned. Raises ValueError where it is none."""
-    if not isinstance(result, Tensor) or result.numel() != 1:
-        raise ValueError(
-            f"a step under a plan with stages returns its loss, one number, for every microbatch; got {type(result).__name__}"
-        )
-    return result
 
 
 def _nothing(stage: int) -> None:

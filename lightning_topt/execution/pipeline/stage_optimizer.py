@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_topt.execution.attached_optimizer import AttachedOptimizer
 from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
 from lightning_topt.execution.pipeline.shared_values import share_value
-from lightning_topt.execution.sharded_checkpoint import StoredOptimizer
+from lightning_topt.execution.stored_states import StoredOptimizer
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from lightning_topt.execution.pipeline.pass_checks import check_real, read_of_shape
 from lightning_topt.execution.pipeline.random_order import RandomOrder
 from lightning_topt.execution.pipeline.split_backward import SplitBackward
+from lightning_topt.execution.pipeline.stage_forward import StageForward
 from lightning_topt.execution.pipeline.stand_ins import Received, StandIns
 from lightning_topt.execution.pipeline.unit_calls import replaced, silenced, taken_over
 from lightning_topt.graph.draws import draw_again
@@ -38,22 +39,6 @@ class StageOutput:
 
     sent: dict[TensorRef, Tensor]
     result: Any = None
-
-
-@dataclass(eq=False)
-class _Forward:
-    """A forward pass that is under way, or waits for its backward pass."""
-
-    stage_index: int
-    received: dict[TensorRef, Tensor] = field(default_factory=dict)
-    leaves: dict[TensorRef, Tensor] = field(default_factory=dict)
-    sent: dict[TensorRef, Tensor] = field(default_factory=dict)
-    edges: dict[TensorRef, GradientEdge] = field(default_factory=dict)
-    next_call: int = 0
-    is_inside: bool = False
-    is_done: bool = False
-    is_backward: bool = False
-    weights: SplitBackward | None = None
 
 
 class StagePass:
@@ -88,8 +73,8 @@ class StagePass:
         self._silenced = silenced(module, self._nothing_measured)
         self._draws_after = [flow.draws_from(self._first_call(stage + 1)) for stage in range(self._last + 1)]
         self._crossings = flow.crossings(stage_of_call)
-        self._passes: dict[tuple[int, int], _Forward] = {}
-        self._current: _Forward | None = None
+        self._passes: dict[tuple[int, int], StageForward] = {}
+        self._current: StageForward | None = None
 
     def _first_call(self, stage_index: int) -> int:
         """Return the first call of this stage or a later one."""
@@ -139,8 +124,8 @@ class StagePass:
             self._passes[stage_index, microbatch_index] = state
         return StageOutput(state.sent, result)
 
-    def _begin(self, stage_index: int, received: Mapping[TensorRef, Tensor]) -> _Forward:
-        state = _Forward(stage_index)
+    def _begin(self, stage_index: int, received: Mapping[TensorRef, Tensor]) -> StageForward:
+        state = StageForward(stage_index)
         for ref, stages in self._crossings.items():
             if stage_index in stages:
                 assert ref in received, f"stage {stage_index} needs {ref} and did not receive it"
@@ -178,7 +163,7 @@ class StagePass:
         return result
 
     def _again(
-        self, state: _Forward, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, state: StageForward, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Let a call of this stage run that is recomputed in the backward pass."""
         stages = {self.stage_of_call[unit.index] for unit in self.flow.calls if unit.module == path}
@@ -189,7 +174,7 @@ class StagePass:
             )
         return call(*args, **kwargs)
 
-    def _keep(self, state: _Forward, index: int, result: Any) -> None:
+    def _keep(self, state: StageForward, index: int, result: Any) -> None:
         """Keep what a call of this stage returned where later stages need it."""
         unit = self.flow.calls[index]
         leaves = tree_leaves(result)
@@ -213,7 +198,7 @@ class StagePass:
     def _nothing_measured(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros((), device=self._stand_ins.device)
 
-    def _check_end(self, state: _Forward, is_last: bool, result: Any) -> None:
+    def _check_end(self, state: StageForward, is_last: bool, result: Any) -> None:
         if not is_last and not state.is_done:
             raise self._surprise(state, "")
         if is_last:
@@ -221,7 +206,7 @@ class StagePass:
                 raise self._surprise(state, "")
             check_real(result, "the step returns")
 
-    def _surprise(self, state: _Forward, path: str) -> CaptureError:
+    def _surprise(self, state: StageForward, path: str) -> CaptureError:
         done, calls = state.next_call, self.flow.calls
         expected = f"block {calls[done].module!r}" if done < len(calls) else "no further block"
         found = f"calls {path!r}, or it returned something else," if path else "ends"
@@ -248,12 +233,12 @@ class StagePass:
 
         Returns the gradients of what was received, for every tensor that requires one; zeros where it had no influence.
         """
-        state = self._passes.pop((stage_index, microbatch_index), None) or _Forward(stage_index)
-        roots, given = _roots(state, gradients, loss)
+        state = self._passes.pop((stage_index, microbatch_index), None) or StageForward(stage_index)
+        roots, given = state.roots(gradients, loss)
         if roots:
             with self._recomputing(state):
                 torch.autograd.backward(roots, given)
-        return {ref: _gradient(leaf, leaf.grad) for ref, leaf in state.leaves.items()}
+        return state.gradients({ref: leaf.grad for ref, leaf in state.leaves.items()})
 
     def backward_input(
         self,
@@ -264,12 +249,12 @@ class StagePass:
         loss: Tensor | None = None,
     ) -> dict[TensorRef, Tensor]:
         """Do what `backward` does but for the gradients of parameters; `backward_weight` has to follow."""
-        state = self._passes.get((stage_index, microbatch_index)) or _Forward(stage_index)
-        roots, given = _roots(state, gradients, loss)
+        state = self._passes.get((stage_index, microbatch_index)) or StageForward(stage_index)
+        roots, given = state.roots(gradients, loss)
         state.weights = SplitBackward(roots, given, list(state.leaves.values()))
         with self._recomputing(state):
             found = dict(zip(state.leaves, state.weights.inputs(), strict=True))
-        made = {ref: _gradient(leaf, found[ref]) for ref, leaf in state.leaves.items()}
+        made = state.gradients(found)
         state.leaves, state.edges, state.received, state.sent = {}, {}, {}, {}
         return made
 
@@ -285,7 +270,7 @@ class StagePass:
                 state.weights.parameters()
 
     @contextmanager
-    def _recomputing(self, state: _Forward) -> Iterator[None]:
+    def _recomputing(self, state: StageForward) -> Iterator[None]:
         state.is_backward, self._current = True, state
         try:
             with replaced(self._units):
@@ -296,18 +281,3 @@ class StagePass:
     def forget(self) -> None:
         """Drop all microbatches whose backward pass has not come."""
         self._passes.clear()
-
-
-def _roots(
-    state: _Forward, gradients: Mapping[TensorRef, Tensor], loss: Tensor | None
-) -> tuple[list[GradientEdge], list[Tensor | None]]:
-    roots = [state.edges[ref] for ref in state.edges if ref in gradients]
-    given: list[Tensor | None] = [gradients[ref] for ref in state.edges if ref in gradients]
-    if loss is not None and loss.requires_grad:
-        roots.append(get_gradient_edge(loss))
-        given.append(torch.ones_like(loss))
-    return roots, given
-
-
-def _gradient(leaf: Tensor, gradient: Tensor | None) -> Tensor:
-    return torch.zeros_like(leaf) if gradient is None else gradient

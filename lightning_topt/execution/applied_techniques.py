@@ -1,0 +1,148 @@
+"""`AppliedTechniques`: what the techniques of the registry did to one module, taken together, and how that is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_topt.optim.parallel_step import ParallelStep
+from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.techniques.technique import Applied, ParallelModel, RunOptions, replaced_by
+from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
+
+
+def parallel_model(
+    plan: ParallelPlan,
+    module: nn.Module,
+    parameters: Mapping[str, Mapping[str, nn.Parameter]],
+    *,
+    device: torch.device,
+    root: nn.Module,
+    options: RunOptions,
+) -> ParallelModel:
+    """Return what techniques are to be applied to: `module`, called through `root`, of which the plan places `parameters`."""
+    return ParallelModel(
+        module=module,
+        mesh=plan.mesh,
+        configs=plan.configs,
+        parameters=parameters,
+        device=device,
+        root=root,
+        exchange=plan.gradient_exchange,
+        options=options,
+        num_microbatches=1 if plan.schedule is not None else plan.num_microbatches,
+        joint=plan.joint,
+    )
+
+
+@final
+class AppliedTechniques:
+    """An `AppliedTechniques` takes what each technique did in the order of application, and undoes it in the reverse order.
+
+    `parameters` are those of the module before, by block and name. Methods are collective calls where techniques communicate.
+    """
+
+    def __init__(self, parameters: Mapping[str, Mapping[str, nn.Parameter]]) -> None:
+        self._parameters = parameters
+        self._applied: list[Applied] = []
+        self.split: dict[Tensor, SplitTensor] = {}  # how parameters of `parameters` are cut along tensor axes
+        self._slices: dict[Tensor, int] = {}
+        self._is_joined = False
+
+    def add(self, applied: Applied) -> None:
+        """Take up what the next technique did."""
+        self._applied.append(applied)
+        self.split.update(applied.split)
+        now = self.replaced
+        self._slices = {now[original]: how.slices for original, how in self.split.items()}
+
+    def undo(self) -> None:
+        """Give the module back as it was."""
+        for applied in reversed(self._applied):
+            applied.undo()
+        self._applied, self.split, self._slices = [], {}, {}
+
+    # ---- parameters -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether parameters are in shards or slices now."""
+        return any(applied.replaced or applied.split for applied in self._applied)
+
+    @property
+    def replaced(self) -> dict[Tensor, Tensor]:
+        """The parameter that is now in the place of each original one."""
+        return replaced_by(self._applied)
+
+    @property
+    def attach(self) -> list[Callable[[Optimizer], ParallelStep | None]]:
+        """The functions that make the step of an optimizer follow, one for each technique."""
+        return [applied.attach for applied in self._applied]
+
+    def slices_of(self, parameter: Tensor) -> int:
+        """Return into how many slices along tensor axes `parameter`, one that the module has now, is cut."""
+        return self._slices.get(parameter, 1)
+
+    def split_names(self) -> dict[str, SplitTensor]:
+        """Return how parameters are cut now, by their names; none are within `joined`."""
+        if self._is_joined:
+            return {}
+        named = (item for of_block in self._parameters.values() for item in of_block.items())
+        return {name: self.split[parameter] for name, parameter in named if parameter in self.split}
+
+    @contextmanager
+    def joined(self) -> Generator[None, None, None]:
+        """Within it parameters in slices are whole."""
+        with ExitStack() as stack:
+            for applied in self._applied:
+                stack.enter_context(applied.joined())
+            self._is_joined = True
+            try:
+                yield
+            finally:
+                self._is_joined = False
+
+    def reshard(self) -> None:
+        """Release gathered parameters."""
+        for applied in self._applied:
+            applied.reshard()
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def around_step(self) -> Generator[None, None, None]:
+        """Forward and backward run within it."""
+        with ExitStack() as stack:
+            for applied in self._applied:
+                stack.enter_context(applied.around_step())
+            yield
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Within it, backward accumulates gradients and leaves the exchange to a later backward, where that helps."""
+        with ExitStack() as stack:
+            for applied in self._applied:
+                stack.enter_context(applied.no_sync())
+            yield
+
+    @contextmanager
+    def around_microbatch(self, is_last: bool) -> Generator[None, None, None]:
+        """Forward and backward of one microbatch of several run within it; the last one's backward exchanges gradients."""
+        with nullcontext() if is_last else self.no_sync(), self.around_step():
+            yield
+
+    def whole(self, value: Any) -> Any:
+        """Return what a step returned, with whole tensors; within `around_step`."""
+        for applied in self._applied:
+            value = applied.whole(value)
+        return value
+
+    def take_turns(self, turns: bool) -> None:
+        """From now on all ranks of a tensor group run the same batch, or not."""
+        for applied in self._applied:
+            applied.take_turns(turns)

@@ -26,9 +26,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+from benchmarks import adam_local_steps as local_steps
 from benchmarks import adam_methods as methods
 from benchmarks.adam_simulator import Model, Text, bits_per_byte, gradients, rate
 from benchmarks.common import RESULTS, machine
+from benchmarks.decoupled_momentum import DeMo
 
 RUNS = RESULTS / "adam_compression.json"
 SEEDS, SEQUENCES, STEPS, TUNING_STEPS, CURVE = 5, 8, 12000, 1500, 12
@@ -38,32 +40,34 @@ SIGN_RATES = (4.8e-3, 9.6e-3, 1.92e-2)
 Make = Callable[..., methods.Method]
 METHODS: dict[str, Make] = {
     "dense": methods.Mean,
-    "DeMo, 2 bits": partial(methods.DeMo, density=1 / 8, bits=2),
-    "DeMo, 16 bits": partial(methods.DeMo, density=1 / 16),
-    "SparseLoCo, 15 steps, 3 %": partial(methods.SparseLoCo, every=15, density=0.03),
-    "4 bits, 8 steps, outer momentum": partial(methods.FewBits, every=8, bits=4, outer_rate=0.7, outer_momentum=0.6),
+    "DeMo, 2 bits": partial(DeMo, density=1 / 8, bits=2),
+    "DeMo, 16 bits": partial(DeMo, density=1 / 16),
+    "SparseLoCo, 15 steps, 3 %": partial(local_steps.SparseLoCo, every=15, density=0.03),
+    "4 bits, 8 steps, outer momentum": partial(
+        local_steps.FewBits, every=8, bits=4, outer_rate=0.7, outer_momentum=0.6
+    ),
     "top-k 1 %": partial(methods.TopK, density=0.01),
-    "DiLoCo, 50 steps": partial(methods.LocalSteps, every=50, outer_rate=0.7, outer_momentum=0.9),
+    "DiLoCo, 50 steps": partial(local_steps.LocalSteps, every=50, outer_rate=0.7, outer_momentum=0.9),
     "sign": methods.Sign,
     "PowerSGD, rank 1": methods.PowerSGD,
     "bf16": methods.Half,
     "rotating 2 bits, 1/3": partial(methods.RotatingBits, parts=3, bits=2),
-    "rotating mean, 1/25": partial(methods.RotatingMean, parts=25),
+    "rotating mean, 1/25": partial(local_steps.RotatingMean, parts=25),
     "top-k 1 % in Adam's metric": partial(methods.MetricTopK, density=0.01),
 }
 # Others that were tried on one seed.
 TRIED: dict[str, Make] = {
     "top-k 1 %, chunks": partial(methods.TopK, density=0.01, chunk=1024),
     "top-k 1 %, warm-up": partial(methods.TopK, density=0.01, warmup=0.1),
-    "DiLoCo, 16 steps": partial(methods.LocalSteps, every=16, outer_rate=0.7, outer_momentum=0.9),
-    "DeMo, 16 bits, Adam of signs": partial(methods.DeMo, density=1 / 16, applied="adam"),
-    "DeMo, 16 bits, Adam of sums": partial(methods.DeMo, density=1 / 16, applied="sum"),
-    "DeMo, 16 bits, no cosines": partial(methods.DeMo, density=1 / 16, cosine=False),
-    "DeMo, 2 bits, decay 0.99": partial(methods.DeMo, density=1 / 8, bits=2, decay=0.99),
-    "SparseLoCo, 4 steps, 12 %": partial(methods.SparseLoCo, every=4, density=0.125),
-    "1 bit, 2 steps": partial(methods.FewBits, every=2, bits=1),
-    "2 bits, 4 steps": partial(methods.FewBits, every=4, bits=2),
-    "4 bits, 8 steps": partial(methods.FewBits, every=8, bits=4),
+    "DiLoCo, 16 steps": partial(local_steps.LocalSteps, every=16, outer_rate=0.7, outer_momentum=0.9),
+    "DeMo, 16 bits, Adam of signs": partial(DeMo, density=1 / 16, applied="adam"),
+    "DeMo, 16 bits, Adam of sums": partial(DeMo, density=1 / 16, applied="sum"),
+    "DeMo, 16 bits, no cosines": partial(DeMo, density=1 / 16, cosine=False),
+    "DeMo, 2 bits, decay 0.99": partial(DeMo, density=1 / 8, bits=2, decay=0.99),
+    "SparseLoCo, 4 steps, 12 %": partial(local_steps.SparseLoCo, every=4, density=0.125),
+    "1 bit, 2 steps": partial(local_steps.FewBits, every=2, bits=1),
+    "2 bits, 4 steps": partial(local_steps.FewBits, every=4, bits=2),
+    "4 bits, 8 steps": partial(local_steps.FewBits, every=8, bits=4),
     "rotating 1 bit, 1/2": partial(methods.RotatingBits, parts=2, bits=1),
     "1 bit both ways": partial(methods.RotatingBits, parts=1, bits=1),
 }

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import RESULTS, machine
-from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import LabError
 
 FILE = RESULTS / "adam_lab.json"
 RATES = ("1gbit", "200mbit", "50mbit")

@@ -2,20 +2,20 @@
 
 V runs of R ranks; gradients (V, R, n). A method of steps updates parameters (V, n) that all ranks share; a method of local
 steps changes parameters (V, R, n) now and then. `bytes` counts what a rank of one run sends, headers included, in rings.
+
+Here are the methods that exchange a mean gradient; `adam_local_steps` and `decoupled_momentum` have the others.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from benchmarks.adam_simulator import AdamW, Model
-from lightning_topt.communication.cosine import Tiles
 from lightning_topt.communication.levels import GROUP, LevelFormat
 from lightning_topt.communication.methods.power_sgd.factors import orthonormal
 from lightning_topt.communication.selection.chunk_top_k import Chunks, take_chunk_top_k
@@ -208,180 +208,9 @@ class PowerSGD(Mean):
         return result
 
 
-class DeMo(Method):
-    """Momentum of each rank in the cosine basis, its largest coefficients sent and taken out of it, the sign of their sum.
-
-    `density` is that of all ranks together, so that traffic is the same for any number of them.
-    `applied`: "sign" (times the learning rate, the paper's), "adam" (AdamW of the signs), "sum" (AdamW of the sum itself).
-    """
-
-    def __init__(
-        self, setting: Setting, start: Tensor, *, density: float, decay: float = 0.999, tile: int = 32,
-        applied: str = "sign", bits: int = 16, cosine: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(setting, start)
-        self.density, self.decay, self.applied, self.bits = density / setting.ranks, decay, applied, bits
-        self.momentum = torch.zeros(setting.runs, setting.ranks, setting.model.padded)
-        places = [0]
-        for shape in setting.model.layout.values():
-            places.append(places[-1] + shape.numel())
-        shapes = setting.model.layout.values()
-        self.tiles = [
-            (slice(a, b), Tiles.of_shape(s, limit=tile)) for (a, b), s in zip(pairwise(places), shapes, strict=True)
-        ]
-        self.tiles = self.tiles if cosine else []
-        self.chunk = tile * tile
-
-    def transform(self, x: Tensor, *, back: bool = False) -> Tensor:
-        """To the cosine basis and back, parameter by parameter."""
-        result = x.clone()
-        for part, tiles in self.tiles:
-            values = x[..., part]
-            result[..., part] = tiles.decode(values.contiguous()) if back else tiles.encode(values)
-        return result
-
-    def step(self, gradient: Tensor, step: int, *, share: float) -> None:
-        added = self.transform(gradient)
-        chunks = Chunks.of_density(added.numel(), chunk=self.chunk, density=self.density)
-        chosen = take_chunk_top_k(added.view(-1), self.momentum.view(-1), chunks, decay=self.decay)
-        values = chosen.values.bfloat16().float()
-        k = min(self.numel, chunks.k // (self.setting.runs * self.ranks))
-        form = MessageFormat(self.numel, k, torch.bfloat16)
-        nbytes = form.nbytes
-        if self.bits < 16:
-            levels = LevelFormat(chosen.values.numel(), self.bits, group=max(64, chunks.per_chunk))
-            values = levels.round(chosen.values)
-            nbytes += LevelFormat(k, self.bits, group=levels.group).nbytes - 2 * k
-        self.momentum.view(-1).index_add_(0, chosen.indices, chosen.values - values)
-        self.ring(self.ranks * nbytes, passes=1)
-        sent = torch.zeros(added.numel())
-        sent[chosen.indices.long()] = values
-        update = self.transform(sent.view(added.shape).sum(1), back=True)
-        update[:, self.numel :] = 0
-        if self.applied != "sign":
-            self.adam.step(self.rows, update.sign() if self.applied == "adam" else update, share=share)
-            return
-        self.adam.steps += 1
-        rates = (self.adam.rates * share).unsqueeze(1)
-        self.rows[:, : self.adam.decayed].mul_(1 - 0.1 * rates)
-        self.rows.sub_(rates * update.sign())
-
-
-class LocalSteps(Method):
-    """AdamW on each rank; `exchange` brings the ranks together every `every` steps and at the end."""
-
-    local = True
-
-    def __init__(
-        self, setting: Setting, start: Tensor, *, every: int, outer_rate: float = 1.0, outer_momentum: float = 0.0
-    ) -> None:
-        super().__init__(setting, start)
-        self.every, self.outer_rate, self.outer_momentum = every, outer_rate, outer_momentum
-        self.anchor, self.momentum = start.clone(), torch.zeros_like(start)
-
-    def step(self, gradient: Tensor, step: int, *, share: float) -> None:
-        self.adam.step(self.rows, gradient.view(self.rows.shape), share=share)
-        last = step + 1 == self.setting.steps
-        if (step + 1) % self.every == 0 or last:
-            mean = self.exchange(self.anchor.unsqueeze(1) - self.parameters)
-            self.momentum.mul_(self.outer_momentum).add_(mean)
-            self.anchor.sub_(self.outer_rate * (mean + self.outer_momentum * self.momentum))
-            self.parameters.copy_(self.anchor.unsqueeze(1))
-
-    def consensus(self) -> Tensor:
-        """What all ranks last agreed on."""
-        return self.anchor
-
-    def exchange(self, delta: Tensor) -> Tensor:
-        """(V, R, n) -> (V, n): the mean, dense here."""
-        self.ring(4 * self.numel, passes=2)
-        return delta.mean(1)
-
-
-class SparseLoCo(LocalSteps):
-    """The largest entries of each chunk, in 2 bits, of a residual that decays."""
-
-    def __init__(
-        self, setting: Setting, start: Tensor, *, every: int, density: float, decay: float = 0.95, bits: int = 2,
-        chunk: int = 1024, outer_rate: float = 1.0,
-    ) -> None:  # fmt: skip
-        super().__init__(setting, start, every=every, outer_rate=outer_rate)
-        self.density, self.decay, self.bits, self.chunk = density, decay, bits, chunk
-        self.residual = torch.zeros_like(self.parameters)
-
-    def exchange(self, delta: Tensor) -> Tensor:
-        chunks = Chunks.of_density(delta.numel(), chunk=self.chunk, density=self.density)
-        chosen = take_chunk_top_k(delta.reshape(-1), self.residual.view(-1), chunks, decay=self.decay)
-        k = min(self.numel, chunks.k // (self.setting.runs * self.ranks))
-        group = max(64, chunks.per_chunk)
-        values = LevelFormat(chosen.values.numel(), self.bits, group=group).round(chosen.values)
-        self.residual.view(-1).index_add_(0, chosen.indices, chosen.values - values)
-        indices = MessageFormat(self.numel, k, torch.bfloat16).nbytes - 2 * k
-        self.ring(self.ranks * (indices + LevelFormat(k, self.bits, group=group).nbytes), passes=1)
-        sent = torch.zeros(delta.numel())
-        sent[chosen.indices.long()] = values
-        return sent.view(delta.shape).mean(1)
-
-
-class FewBits(LocalSteps):
-    """Everything, in few bits, with error feedback on both ways: each rank's part of the mean is rounded by the rank that adds
-    it up, which keeps what that takes away.
-    """
-
-    def __init__(
-        self,
-        setting: Setting,
-        start: Tensor,
-        *,
-        every: int,
-        bits: int,
-        decay: float = 1.0,
-        outer_rate: float = 1.0,
-        outer_momentum: float = 0.0,
-    ) -> None:
-        super().__init__(setting, start, every=every, outer_rate=outer_rate, outer_momentum=outer_momentum)
-        self.bits, self.decay = bits, decay
-        self.residual = torch.zeros_like(self.parameters)
-
-    def exchange(self, delta: Tensor) -> Tensor:
-        self.residual.mul_(self.decay).add_(delta)
-        sent = self._rounded(self.residual)
-        self.residual.sub_(sent)
-        mean = sent.mean(1)
-        result = self._rounded(mean)
-        size = mean.shape[1] // self.ranks
-        for rank in range(self.ranks):
-            own = slice(rank * size, (rank + 1) * size)
-            self.residual[:, rank, own].add_((mean - result)[:, own], alpha=self.ranks)
-        self.ring(LevelFormat(self.numel, self.bits).nbytes, passes=2)
-        return result
-
-    def _rounded(self, values: Tensor) -> Tensor:
-        return LevelFormat(values.numel(), self.bits).round(values.reshape(-1)).view(values.shape)
-
-
-class RotatingMean(LocalSteps):
-    """In every step another 1 / `parts` of the parameters becomes the mean of the ranks': no residual, no selection, and the
-    same traffic in every step.
-    """
-
-    def __init__(self, setting: Setting, start: Tensor, *, parts: int, value_bytes: int = 2) -> None:
-        super().__init__(setting, start, every=setting.steps)
-        self.parts, self.value_bytes = parts, value_bytes
-
-    def step(self, gradient: Tensor, step: int, *, share: float) -> None:
-        self.adam.step(self.rows, gradient.view(self.rows.shape), share=share)
-        last = step + 1 == self.setting.steps
-        part = slice(0, None) if last else slice(step % self.parts, None, self.parts)
-        went = self.parameters[:, :, part] - self.anchor[:, None, part]
-        if self.value_bytes == 2 and not last:
-            went = went.bfloat16().float()
-        self.anchor[:, part] += went.mean(1)
-        self.parameters[:, :, part] = self.anchor[:, None, part]
-        self.ring((4 if last else self.value_bytes) * (self.numel if last else self.numel / self.parts), passes=2)
-
-    def consensus(self) -> Tensor:
-        return self.parameters.mean(1)
+def rounded(values: Tensor, *, bits: int) -> Tensor:
+    """Return `values` as they arrive when `bits` of each are sent, by the levels of `LevelFormat`."""
+    return LevelFormat(values.numel(), bits).round(values.reshape(-1)).view(values.shape)
 
 
 class RotatingBits(Mean):
@@ -398,9 +227,9 @@ class RotatingBits(Mean):
         self.residual.add_(gradient)
         blocks = self.residual.view(*self.residual.shape[:2], -1, GROUP)[:, :, step % self.parts :: self.parts]
         pending = blocks.reshape(*blocks.shape[:2], -1)
-        sent = self._rounded(pending)
+        sent = rounded(pending, bits=self.bits)
         mean = sent.mean(1)
-        result = self._rounded(mean)
+        result = rounded(mean, bits=self.bits)
         pending = pending - sent
         size = -(-mean.shape[1] // self.ranks)
         for rank in range(self.ranks):
@@ -413,6 +242,3 @@ class RotatingBits(Mean):
             whole.shape[0], -1, GROUP
         )
         return whole
-
-    def _rounded(self, values: Tensor) -> Tensor:
-        return LevelFormat(values.numel(), self.bits).round(values.reshape(-1)).view(values.shape)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.bounded_loss_run import Bounded, all_reduce, join_ranks, parameter_server
-from benchmarks.lab import CONGESTION, sent_bytes
+from benchmarks.lab import sent_bytes
+from benchmarks.lab_nodes import CONGESTION
 
 TOLERANCES = {"ours, 1 %": 0.01, "ours, 0": 0.0}
 OVER_TCP = {

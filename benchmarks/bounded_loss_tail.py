@@ -20,7 +20,8 @@ from typing import Any
 
 from benchmarks.bounded_loss_rounds import METHODS
 from benchmarks.common import machine
-from benchmarks.lab import Lab, allow_in_namespaces, check_root, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import allow_in_namespaces, check_root
 
 RATE = {"1gbit": 125e6, "100mbit": 12.5e6}  # bytes per second
 WIRE_SHARE = 1432 / 1514  # elements of a datagram of ours in a frame

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.data_sources import PICTURES, TEXTS, HttpFiles, Kind, LocalFiles, make_files
-from benchmarks.lab import Lab, LabError
+from benchmarks.lab import Lab
+from benchmarks.lab_nodes import LabError
 
 BATCH, PORT = 64, 8000
 Loader = Iterable[Any]

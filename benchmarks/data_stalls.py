@@ -27,7 +27,8 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from benchmarks.common import RESULTS, machine
-from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import LabError
 from lightning_topt.data.stalls.advice import least_cache
 from lightning_topt.data.stalls.model import samples_per_second
 from lightning_topt.data.stalls.stall_costs import SetUp, StallCosts

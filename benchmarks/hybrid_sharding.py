@@ -13,7 +13,8 @@ import sys
 from typing import Any
 
 from benchmarks.common import RESULTS, machine, mib, spread
-from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import LabError
 
 SIZES = {
     "layers": 8,

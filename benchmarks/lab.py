@@ -14,7 +14,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,10 +24,20 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from benchmarks.lab_nodes import (
+    LabError,
+    LinkLimits,
+    add_bridge,
+    add_node,
+    check_root,
+    remove_abandoned,
+    remove_bridge,
+    remove_node,
+)
+
 ROOT = Path(__file__).resolve().parents[1]
 PORT = "29500"
 HEADERS = 14 + 20 + 32  # bytes: Ethernet, IPv4, TCP with time stamps
-CONGESTION = Path("/proc/sys/net/ipv4")
 _made = itertools.count()
 # Paced datagrams for a competing flow: address, port, bytes per second.
 FLOW = """
@@ -44,16 +53,6 @@ while True:
         pass
     sent += size + 42  # headers of UDP, IP and Ethernet
 """
-
-
-class LabError(RuntimeError):
-    """The machine cannot make a lab, or a job in it failed."""
-
-
-def check_root() -> None:
-    """Raise LabError without root."""
-    if os.geteuid() != 0:
-        raise LabError("the lab makes network namespaces, which needs root: run it with sudo, or leave it out")
 
 
 def end_on_signals() -> None:
@@ -87,7 +86,7 @@ class Lab:
         if not 1 <= nodes <= 250:
             raise ValueError(f"a lab has 1 to 250 nodes; got {nodes}")
         check_root()
-        self.rate, self.burst, self.queue, self.loss, self.congestion = rate, burst, queue, loss, congestion
+        self.limits = LinkLimits(rate, burst, queue, loss, congestion)
         # Never a name twice: the kernel takes its time to end a namespace. At most 15 characters.
         mark = f"{os.getpid():x}-{next(_made) % 256:x}"
         self.bridge = f"tbr{mark}"
@@ -101,52 +100,14 @@ class Lab:
 
     def __enter__(self) -> Lab:
         try:
-            _remove_abandoned()
-            _sh("ip", "link", "add", self.bridge, "type", "bridge")
-            _sh("ip", "link", "set", self.bridge, "up")
-            for i in range(len(self.nodes)):
-                self._add_node(i)
+            remove_abandoned()
+            add_bridge(self.bridge)
+            for i, (name, link) in enumerate(zip(self.nodes, self._links, strict=True)):
+                add_node(name, link, bridge=self.bridge, address=self.address(i), limits=self.limits)
         except BaseException:
             self._remove()
             raise
         return self
-
-    def _add_node(self, i: int) -> None:
-        name, link = self.nodes[i], self._links[i]
-        _sh("ip", "netns", "add", name)
-        _sh("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
-        _sh("ip", "link", "set", link, "master", self.bridge, "up")
-        _sh("ip", "-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
-        _sh("ip", "-n", name, "link", "set", "eth0", "up")
-        _sh("ip", "-n", name, "link", "set", "lo", "up")
-        inside = ["ip", "netns", "exec", name]
-        if self.rate:
-            queue = ["limit", self.queue] if self.queue else ["latency", "50ms"]
-            shape = ["root", "tbf", "rate", self.rate, "burst", self.burst, *queue]
-            _sh(*inside, "tc", "qdisc", "add", "dev", "eth0", *shape)
-            _sh("tc", "qdisc", "add", "dev", link, *shape)
-        if self.loss:
-            # What is lost is one packet of the link's size, not 64 kB that would have been cut later.
-            for where, device in ((inside, "eth0"), ([], link)):
-                _sh(
-                    *where,
-                    "ethtool",
-                    "-K",
-                    device,
-                    "tso",
-                    "off",
-                    "gso",
-                    "off",
-                    "gro",
-                    "off",
-                    "tx-udp-segmentation",
-                    "off",
-                )
-            at_random = ["-m", "statistic", "--mode", "random", "--probability", f"{self.loss:.6f}"]
-            _sh(*inside, "iptables", "-A", "INPUT", "-i", "eth0", *at_random, "-j", "DROP")
-        if self.congestion:
-            allow_in_namespaces(self.congestion)
-            _sh(*inside, "sh", "-c", f"echo {self.congestion} > {CONGESTION / 'tcp_congestion_control'}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -159,8 +120,8 @@ class Lab:
             flow.wait()
         self._flows.clear()
         for name in self.nodes:
-            _remove_node(name)
-        _sh("ip", "link", "del", self.bridge, check=False)
+            remove_node(name)
+        remove_bridge(self.bridge)
 
     def add_flow(self, source: int, target: int, *, bytes_per_second: float) -> None:
         """Datagrams from one node to another, at that rate with their headers, until the lab ends."""
@@ -271,46 +232,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int |
             return None
         time.sleep(0.05)
     return next(rank for rank, process in enumerate(processes) if process.poll() is None)
-
-
-def allow_in_namespaces(congestion: str) -> None:
-    """Let processes of namespaces choose a congestion control of this machine; what the machine itself uses stays."""
-    allowed = CONGESTION / "tcp_allowed_congestion_control"
-    if congestion not in allowed.read_text().split():
-        allowed.write_text(f"{allowed.read_text().strip()} {congestion}")
-
-
-def _remove_node(name: str) -> None:
-    """Kill what runs in a node, and delete it with its link."""
-    for pid in _sh("ip", "netns", "pids", name, check=False).split():
-        try:
-            os.kill(int(pid), signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    # The link by itself, for a namespace lives on as long as a packet of it is somewhere.
-    _sh("ip", "link", "del", name.replace("topt", "tv"), check=False)
-    _sh("ip", "netns", "del", name, check=False)
-
-
-def _remove_abandoned() -> None:
-    """Take down what labs left whose process was killed; names tell the process."""
-    names = re.findall(r"^(topt(([0-9a-f]+)-[0-9a-f]+)n\d+)\b", _sh("ip", "netns", "list"), re.MULTILINE)
-    for name, mark, pid in names:
-        if not Path(f"/proc/{int(pid, 16)}").exists():
-            _remove_node(name)
-            _sh("ip", "link", "del", f"tbr{mark}", check=False)
-
-
-def _sh(*command: str, check: bool = True) -> str:
-    try:
-        job = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise LabError(
-            f"the lab needs the command {command[0]!r}: install iproute2 (iptables and ethtool for losses)"
-        ) from None
-    if job.returncode and check:
-        raise LabError(f"{' '.join(command)}: {job.stderr.strip()}")
-    return job.stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

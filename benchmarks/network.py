@@ -24,7 +24,8 @@ from typing import Any
 from benchmarks import network_report
 from benchmarks.common import RESULTS, machine
 from benchmarks.exchange_methods import ALONE, DENSE, FLAT, HIERARCHICAL, OTHERS, PEERS
-from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import LabError
 from benchmarks.network_report import DISTURBANCES, SETUPS, TO_LOSS, UNDISTURBED, disturbed_name
 
 FILE = RESULTS / "network.json"

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, ROOT, machine
-from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import LabError
 from benchmarks.optimizer_decision_run import SIZES
 
 FILE = RESULTS / "optimizer_decision.json"

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common import RESULTS, machine, mib, spread
-from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import LabError
 from benchmarks.pipeline_lab_models import MODELS
 
 NODES = 4

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, machine, mib
-from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import LabError
 
 RUN = "benchmarks.pipeline_predictions_run"
 SETTINGS = {"1 node of 2": (1, 2), "1 node of 4": (1, 4), "2 nodes of 1": (2, 1), "4 nodes of 1": (4, 1)}

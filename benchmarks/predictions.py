@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import RESULTS, JobFailed, machine, mib, run_gpt
-from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import LabError
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.presets import PRESETS

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.common import RESULTS, JobFailed, machine, mib, run_script, spread
-from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import LabError
 
 MESH = '{"mesh": {"data": 2, "tensor": 2}}'
 PLANS = ("ddp", "zero1", "zero3", "zero3+recompute", "tensor")

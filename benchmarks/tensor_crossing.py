@@ -15,7 +15,8 @@ import sys
 from typing import Any
 
 from benchmarks.common import RESULTS, machine, spread
-from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import LabError
 
 NODES = 8
 PLANS = ("tensor", "tensor_3d")

@@ -18,7 +18,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS, machine, spread
-from benchmarks.lab import Lab, LabError, end_on_signals
+from benchmarks.lab import Lab, end_on_signals
+from benchmarks.lab_nodes import LabError
 
 NODES = 4
 RUN = "benchmarks.time_to_quality_run"

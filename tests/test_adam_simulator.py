@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import adam_compression, adam_methods
+from benchmarks import adam_compression, adam_local_steps, adam_methods
 from benchmarks.adam_simulator import AdamW, Model, Text, batched_losses, gradients, rate
 from lightning_topt.cli.tasks.byte_lm import ByteGPT
 
@@ -78,10 +78,10 @@ def test_more_ranks_of_the_same_batch_are_the_same_dense_run(text):
     ("make", "options"),
     [
         (adam_methods.TopK, {"density": 1.0}),
-        (adam_methods.LocalSteps, {"every": 1}),
-        (adam_methods.SparseLoCo, {"every": 1, "density": 1.0, "bits": 8}),
-        (adam_methods.FewBits, {"every": 1, "bits": 8}),
-        (adam_methods.RotatingMean, {"parts": 1, "value_bytes": 4}),
+        (adam_local_steps.LocalSteps, {"every": 1}),
+        (adam_local_steps.SparseLoCo, {"every": 1, "density": 1.0, "bits": 8}),
+        (adam_local_steps.FewBits, {"every": 1, "bits": 8}),
+        (adam_local_steps.RotatingMean, {"parts": 1, "value_bytes": 4}),
     ],
 )
 def test_with_one_rank_and_all_entries_it_is_the_dense_run(text, make, options):

@@ -21,7 +21,8 @@ from lightning_topt.plan.pipeline_search import PipelineRequest, pipeline_shapes
 from lightning_topt.plan.stage_blocks import StageBlocks
 from lightning_topt.plan.stage_tables import PipelineShape
 from lightning_topt.plan.tensor_meshes import prices_on, split_of, step_of, tensor_sizes
-from lightning_topt.techniques.tensor_parallel.split_candidates import ModelSplit, SplitModel
+from lightning_topt.techniques.tensor_parallel.model_splits import ModelSplit
+from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 
 

@@ -15,6 +15,7 @@ whole tensors. Autograd below sees plain local tensors and the collectives' own 
     composites          functions of torch that are written in Python
     python_functions    checkpoints and autograd functions of user code
     user_access         hooks of gradients, ``.data``, arrays of NumPy and torch.func on split tensors
+    copied_views        views of gathered copies, which must not be changed in place
     kept_tensors        split tensors that modules keep beyond a step
     split_mode          calls functions on split tensors
     split_parameters    slices of parameters, and the way back
@@ -23,8 +24,10 @@ The planner looks at a rank without running it:
 
     function_trace      the calls that split_mode would see
     split_prices        one call's seconds, collectives and bytes, by the decisions of the run
+    split_walk          what a step of a block takes under one split, call after call
     split_search        which parameters of a block to split: Pareto sets, exact
     split_capture       the graph of a rank's own step
     split_bounds        a graph that costs no more than that, without a capture
-    split_candidates    splits of a whole model, block by block, and the steps of a rank under them
+    model_splits        splits of a whole model: the Pareto set out of those of its blocks, and the few to try
+    split_candidates    the splits of a model that are tried, and the steps of a rank under them
 """

@@ -15,7 +15,7 @@ from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.techniques.tensor_parallel.function_trace import Border, FunctionTrace
 from lightning_topt.techniques.tensor_parallel.sample_rows import DRAWING
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from lightning_topt.techniques.tensor_parallel.split_search import walk_split
+from lightning_topt.techniques.tensor_parallel.split_walk import walk_split
 
 Dims = tuple[int | None, ...]
 Joint = tuple[dict[str, Placement], tuple[JointModule, ...]]

@@ -58,6 +58,24 @@ def with_layout(tensor: Tensor, layout: Layout) -> Tensor:
     return tensor
 
 
+def whole_shape(placements: Sequence[Placement], local_shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the whole tensor of which ranks have parts of `local_shape`: the way back of `Layout.local_shape`."""
+    shape = [*local_shape]
+    for placement, size in zip(placements, sizes, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= size
+    return tuple(shape)
+
+
+def layout_at(
+    placements: Sequence[Placement], local_shape: Sequence[int], sizes: Sequence[int], *, batch: Shard | None
+) -> Layout | None:
+    """Return where a local tensor at these placements is; None for whole, with nothing of a `batch`."""
+    if batch is None and all(placement == REPLICATE for placement in placements):
+        return None
+    return Layout(whole_shape(placements, local_shape, sizes), tuple(placements), batch)
+
+
 def check_divides(size: int, parts: int, ranks: int, *, what: str) -> None:
     """Raise ValueError where `parts` equal parts of a dim of `size` cannot be cut for `ranks` ranks."""
     if size % (parts * ranks):

@@ -39,7 +39,7 @@ from lightning_topt.techniques.tensor_parallel.function_trace import TracedCall
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.layout import Layout
 from lightning_topt.techniques.tensor_parallel.split_prices import Collective, given
-from lightning_topt.techniques.tensor_parallel.split_search import PlacedCall
+from lightning_topt.techniques.tensor_parallel.split_walk import PlacedCall
 
 _COPIES = {"aten.clone.default", "aten.copy_.default", "aten._to_copy.default", "aten._reshape_copy.default"}
 _SAME = {"attention", "reshape", "squeeze", "expand", "split"}  # they run the function itself, with other numbers

@@ -7,7 +7,6 @@ leaves a repeated block is whole.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,49 +23,20 @@ from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.blocks import block_of
 from lightning_topt.graph.errors import WAY_OUT
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import Placement, Placements, Replicate
+from lightning_topt.graph.op_config import Replicate
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.joint_candidates import find_joint
 from lightning_topt.techniques.tensor_parallel.joint_run import JointRefusal
 from lightning_topt.techniques.tensor_parallel.model_regions import ModelRegions
+from lightning_topt.techniques.tensor_parallel.model_splits import ModelSplit, choose_totals, model_split, search_totals
 from lightning_topt.techniques.tensor_parallel.split_bounds import SplitRegion, bound_graph
 from lightning_topt.techniques.tensor_parallel.split_capture import capture_split
 from lightning_topt.techniques.tensor_parallel.split_layouts import SplitLayout, make_layout
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from lightning_topt.techniques.tensor_parallel.split_search import (
-    BlockSplit,
-    Point,
-    PricedCall,
-    pareto,
-    price_split,
-    search_splits,
-    walk_split,
-)
+from lightning_topt.techniques.tensor_parallel.split_search import Point
+from lightning_topt.techniques.tensor_parallel.split_walk import PricedCall, price_split, walk_split
 from lightning_topt.techniques.tensor_parallel.tensor_axes import TensorAxes
-
-_CLOSE = 0.02
-BlockPlacements = Mapping[str, tuple[tuple[str, Placements], ...]]
-
-
-@dataclass(frozen=True)
-class ModelSplit:
-    """Placements of a model's parameters along a tensor axis, those that are split by their full names; what a step of it is
-    expected to take on one rank, and bytes as in `BlockSplit`.
-    """
-
-    placements: Mapping[str, Placement]
-    seconds: float
-    state_bytes: float
-    activation_bytes: float
-
-    def by_block(self, blocks: Sequence[str]) -> BlockPlacements:
-        """Return the placements as `OpConfig` has them, along this one axis: by block, and name in the block."""
-        found: dict[str, list[tuple[str, Placements]]] = {block: [] for block in blocks}
-        for name, placement in self.placements.items():
-            block = block_of(name, found)
-            found[block].append((name.removeprefix(f"{block}."), (placement,)))
-        return {block: tuple(placed) for block, placed in found.items()}
 
 
 class Captured(NamedTuple):
@@ -107,33 +77,21 @@ class SplitModel:
 
     def splits(self, prices: SplitPrices) -> list[ModelSplit]:
         """Return the Pareto set of splits, fastest first."""
-        return [self._split_of(total) for total in self._totals(prices)]
+        return [model_split(self._regions, total) for total in self._totals(prices)]
 
     def _totals(self, prices: SplitPrices) -> list[Point]:
         """The costs of the Pareto set, whose choices are the splits of each region."""
         if id(prices) not in self._found:
-            totals = [Point(0.0, 0.0, 0.0, ())]
-            for region in self._regions.all:
-                calls, whole = self._regions.traced(region[0])
-                found = search_splits(calls, prices, whole=whole)
-                totals = pareto(_with_region(t, split, len(region)) for t, split in itertools.product(totals, found))
-            self._found[id(prices)] = prices, totals
+            self._found[id(prices)] = prices, search_totals(self._regions, prices)
         return self._found[id(prices)][1]
-
-    def _split_of(self, total: Point) -> ModelSplit:
-        placements: dict[str, Placement] = {}
-        for region, split in zip(self._regions.all, total.chosen, strict=True):
-            for block in region:
-                own = split.placements.items()
-                placements |= {f"{block}{name.removeprefix(region[0])}": placement for name, placement in own}
-        return ModelSplit(placements, *total[:3])
 
     def candidates(self, prices: SplitPrices) -> list[ModelSplit]:
         """Return the fastest split of `splits`, the one with the least state, and the one with the fewest bytes in all; not one
         that splits nothing, nor one that is close (2 %) to an earlier one of these in all of that.
         """
         if id(prices) not in self._candidates:
-            self._candidates[id(prices)] = prices, self._chosen(prices)
+            chosen = choose_totals(self._totals(prices))
+            self._candidates[id(prices)] = prices, [model_split(self._regions, total) for total in chosen]
         return self._candidates[id(prices)][1]
 
     def prices(self, cluster: Cluster, optimizer: OptimizerProfile, group: Group, batch_scale: float) -> SplitPrices:
@@ -143,21 +101,6 @@ class SplitModel:
         if known is None:
             self._prices.append(known := given)
         return known
-
-    def _chosen(self, prices: SplitPrices) -> list[ModelSplit]:
-        found = [total for total in self._totals(prices) if any(split.placements for split in total.chosen)]
-        if not found:
-            return []
-        chosen = (
-            found[0],
-            min(found, key=lambda split: (split.state_bytes, split.seconds)),
-            min(found, key=lambda split: (split.state_bytes + split.activation_bytes, split.seconds)),
-        )
-        kept: list[Point] = []
-        for split in chosen:
-            if not any(_is_close(split, other) for other in kept):
-                kept.append(split)
-        return [self._split_of(total) for total in kept]
 
     def bound_graph(self, split: ModelSplit, prices: SplitPrices) -> OpGraph:
         """Return a graph whose costs are at most those of `local_graph`, without a capture; `prices` are those of its split."""
@@ -291,7 +234,8 @@ class SplitModel:
 
         Raises ValueError as `make_layout`.
         """
-        found = self._split_of(min(self._totals(prices), key=lambda split: (split.state_bytes, split.seconds)))
+        least = min(self._totals(prices), key=lambda total: (total.state_bytes, total.seconds))
+        found = model_split(self._regions, least)
         blocks = [block.name for block in self.graph.blocks]
         made = make_layout(
             name, self.trace, found.placements, axes=along, blocks=blocks, repeated=self._regions.repeated
@@ -314,18 +258,3 @@ class SplitModel:
 def _without_way_out(error: ValueError) -> str:
     """The message, without the advice to plan nothing."""
     return str(error).replace(WAY_OUT, "").strip().removesuffix(".")
-
-
-def _is_close(split: Point, other: Point) -> bool:
-    pairs = ((getattr(split, name), getattr(other, name)) for name in ("seconds", "state_bytes", "activation_bytes"))
-    return all(abs(a - b) <= _CLOSE * max(a, b) for a, b in pairs)
-
-
-def _with_region(total: Point, split: BlockSplit, times: int) -> Point:
-    """Return `total` with one more region, of so many blocks."""
-    return Point(
-        total.seconds + times * split.seconds,
-        total.state_bytes + times * split.state_bytes,
-        total.activation_bytes + times * split.activation_bytes,
-        (*total.chosen, split),
-    )

@@ -22,9 +22,17 @@ from lightning_topt.techniques.tensor_parallel import moves
 from lightning_topt.techniques.tensor_parallel.attributes import ALIASES, ATTRIBUTES, LOCAL
 from lightning_topt.techniques.tensor_parallel.block_rules import BlockRule, rest_of
 from lightning_topt.techniques.tensor_parallel.composites import body_of
+from lightning_topt.techniques.tensor_parallel.copied_views import COPIED, note_copies, refuse_copies
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.kinds import Kind, Placed, replaced, tensors_in
-from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout, layout_of, local_shard, with_layout
+from lightning_topt.techniques.tensor_parallel.layout import (
+    REPLICATE,
+    layout_at,
+    layout_of,
+    local_shard,
+    whole_shape,
+    with_layout,
+)
 from lightning_topt.techniques.tensor_parallel.prepared_call import REFUSED, PreparedCall, prepare_call, refusal
 from lightning_topt.techniques.tensor_parallel.python_functions import PythonFunctionMode
 from lightning_topt.techniques.tensor_parallel.regather import saved_as_slices
@@ -42,7 +50,6 @@ from lightning_topt.techniques.tensor_parallel.user_access import (
     transforms_are_on,
 )
 
-_COPIED = "_topt_copied"
 PLAIN = BlockRule()
 _MAX_KNOWN = 10_000  # decisions: batches of ever new lengths
 
@@ -131,7 +138,7 @@ class SplitMode(PythonFunctionMode):
     ) -> Any:
         for arg in args if not kwargs else (*args, *kwargs.values()):
             if isinstance(arg, Tensor):
-                if (notes := arg.__dict__) and (LAYOUT in notes or _COPIED in notes):
+                if (notes := arg.__dict__) and (LAYOUT in notes or COPIED in notes):
                     return self._on_split(func, args, kwargs or {})
             elif isinstance(arg, list | tuple) and any(layout_of(each) is not None for each in tensors_in(arg)):
                 return self._on_split(func, args, kwargs or {})
@@ -168,7 +175,7 @@ class SplitMode(PythonFunctionMode):
         if prepared.decision.writes_back:
             return self._written_back(prepared, tensors[0], local[0])
         if func in ALIASES and local:
-            _note_copies(tensors, local, result)
+            note_copies(tensors, local, result)
         return iter(result) if func is Tensor.__iter__ else read_only(result)
 
     def _run(
@@ -199,11 +206,7 @@ class SplitMode(PythonFunctionMode):
         """The local tensors; the list itself where none moves."""
         if prepared.in_place:
             tensors[0].__dict__.pop(MOVED, None)
-            if _COPIED in tensors[0].__dict__:
-                raise ValueError(
-                    f"{prepared.call.func.__name__} changes a view of a split tensor in place, which would not change that "
-                    "tensor; write it without the in-place call, or keep the tensor's block whole"
-                )
+            refuse_copies(prepared.call.func, tensors[0])
         if not prepared.moving:
             return tensors
         local = [*tensors]
@@ -249,7 +252,7 @@ class SplitMode(PythonFunctionMode):
         if not (outputs and prepared.summed[index]) and added is None:
             key, layouts = (index, tensor.shape), prepared.layouts
             if key not in layouts:
-                layouts[key] = self._layout_of(tensor, placements, batch)
+                layouts[key] = layout_at(placements, tensor.shape, self.axes.sizes, batch=batch)
             if (known := layouts[key]) is not None:
                 tensor.__dict__[LAYOUT] = known
             return tensor
@@ -269,7 +272,7 @@ class SplitMode(PythonFunctionMode):
                 local[added], placements, now, self.axes, ndim=tensor.ndim, along=along, sums_later=later
             )
             tensor = tensor + bias
-        layout = self._layout_of(tensor, now, batch)
+        layout = layout_at(now, tensor.shape, self.axes.sizes, batch=batch)
         return tensor if layout is None else with_layout(tensor, layout)
 
     def _rest(self, kind: Kind | None, tensor: Tensor, now: list[Placement], axis: int) -> Placement:
@@ -280,29 +283,7 @@ class SplitMode(PythonFunctionMode):
         if (found := self._rests.get(key)) is None:
             others = [*now]
             others[axis] = REPLICATE
-            shape = self._whole_shape(tensor, others)
             sizes = self.axes.sizes
+            shape = whole_shape(others, tensor.shape, sizes)
             found = self._rests[key] = rest_of(self.rule, self._rows, shape, others, axis=axis, sizes=sizes)
         return found
-
-    def _whole_shape(self, tensor: Tensor, placements: Sequence[Placement]) -> tuple[int, ...]:
-        shape = [*tensor.shape]
-        for placement, size in zip(placements, self.axes.sizes, strict=True):
-            if isinstance(placement, Shard):
-                shape[placement.dim] *= size
-        return tuple(shape)
-
-    def _layout_of(self, tensor: Tensor, placements: Sequence[Placement], batch: Shard | None) -> Layout | None:
-        """Return where a local tensor at these placements is; None for whole, with nothing of a `batch`."""
-        if batch is None and all(placement == REPLICATE for placement in placements):
-            return None
-        return Layout(self._whole_shape(tensor, placements), tuple(placements), batch)
-
-
-def _note_copies(tensors: Sequence[Tensor], local: Sequence[Tensor], result: Any) -> None:
-    """A view of what was gathered is no view of the tensor that user code has."""
-    first, memory = tensors[0], local[0].untyped_storage()._cdata
-    if _COPIED in first.__dict__ or (local[0] is not first and memory != first.untyped_storage()._cdata):
-        for each in tensors_in((result,)):
-            if each.untyped_storage()._cdata == memory:
-                each.__dict__[_COPIED] = True

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,126 +24,17 @@ from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.kinds_norms import NORM
 from lightning_topt.techniques.tensor_parallel.layout import REPLICATE, Layout
 from lightning_topt.techniques.tensor_parallel.signatures import call_of
-from lightning_topt.techniques.tensor_parallel.split_prices import Collective, Move, Outcome, Saved, SplitPrices
+from lightning_topt.techniques.tensor_parallel.split_prices import Outcome, SplitPrices
+from lightning_topt.techniques.tensor_parallel.split_walk import BlockSplit, stays_whole
 
 _MOST = 256  # points of a state
 _SMALL = 4  # a new dim of a reshaped tensor up to this size may be parts of it: queries, keys and values
-
-
-@dataclass(frozen=True)
-class BlockSplit:
-    """Placements of a block's parameters by name, those that are split, and what a step of the block then takes on one rank:
-    seconds of forward and backward, bytes of parameters with gradients and optimizer state, bytes kept for backward.
-    """
-
-    placements: Mapping[str, Placement]
-    seconds: float
-    state_bytes: float
-    activation_bytes: float
-
-
-class PricedCall(NamedTuple):
-    """A call with its tensors at `placements` before it, what it does, and its part of the seconds and of the bytes kept."""
-
-    call: TracedCall
-    placements: tuple[Placement, ...]
-    outcome: Outcome
-    seconds: float
-    activation_bytes: float
-
-    @property
-    def is_split(self) -> bool:
-        """Whether the call computes on slices; its result may be whole."""
-        moved = {move.operand: move.target for move in self.outcome.moves}
-        now = [moved.get(index, place) for index, place in enumerate(self.placements)]
-        return any(isinstance(place, Shard) for place in (*now, *self.outcome.outputs))
 
 
 def search_splits(calls: Sequence[TracedCall], prices: SplitPrices, *, whole: Collection[int] = ()) -> list[BlockSplit]:
     """Return the Pareto set of splits, fastest first; `whole` are numbers of tensors that have to be whole."""
     return _Search(calls, prices, whole).run()
 
-
-def price_split(
-    calls: Sequence[TracedCall],
-    prices: SplitPrices,
-    placements: Mapping[str, Placement],
-    *,
-    whole: Collection[int] = (),
-    collectives: list[Collective] | None = None,
-    priced: list[PricedCall] | None = None,
-) -> BlockSplit | None:
-    """Return what a step of the block takes with its parameters at `placements` (others whole), one call after another; None
-    where that is not admitted. `collectives` gets those of the step, `priced` what every call takes of it.
-    """
-    state = activations = seconds = 0.0
-    parameters: set[int] = set()
-    for call, before, outcome, moves, saved in walk_split(calls, prices, placements, whole=whole):
-        if outcome is None:
-            return None
-        for ref, place in zip(call.inputs, before, strict=True):
-            if ref.parameter is not None and ref.number not in parameters:
-                parameters.add(ref.number)
-                state += prices.parameter_bytes(ref) / (prices.group.size if isinstance(place, Shard) else 1)
-        step = outcome.seconds + sum(move.seconds for move in moves), float(sum(each.bytes for each in saved))
-        seconds, activations = seconds + step[0], activations + step[1]
-        if priced is not None:
-            priced.append(PricedCall(call, before, outcome, *step))
-        if collectives is not None:
-            collectives += [*(each for move in moves for each in move.collectives), *outcome.collectives]
-    return BlockSplit(dict(placements), seconds, state, activations)
-
-
-class PlacedCall(NamedTuple):
-    """A `PlacedCall` is a call with its arguments at `placements`: what it does (None: it is not admitted), and what of its
-    moves and of what is saved was not there before.
-    """
-
-    call: TracedCall
-    placements: tuple[Placement, ...]
-    outcome: Outcome | None
-    moves: tuple[Move, ...] = ()
-    saved: tuple[Saved, ...] = ()
-
-
-def walk_split(
-    calls: Sequence[TracedCall],
-    prices: SplitPrices,
-    placements: Mapping[str, Placement],
-    *,
-    whole: Collection[int] = (),
-) -> Iterator[PlacedCall]:
-    """Yield the calls in order, parameters at `placements` (others whole); the last one is the first that is not admitted."""
-    where: dict[int, Placement] = {}
-    made: set[Any] = set()
-    for call in calls:
-        for ref in call.inputs:
-            where.setdefault(ref.number, placements.get(ref.parameter or "", REPLICATE))
-        before = tuple(where[ref.number] for ref in call.inputs)
-        outcome = prices.outcome(call, before)
-        if outcome is None or not _stays_whole(call, outcome, whole):
-            yield PlacedCall(call, before, None)
-            return
-        new = [_key_of(call, move) for move in outcome.moves]
-        moves = [move for move, key in zip(outcome.moves, new, strict=True) if key is None or key not in made]
-        saved = [each for each in outcome.saved if each.memory is None or each[:2] not in made]
-        made |= {*new, *(each[:2] for each in saved)}
-        where |= {ref.number: place for ref, place in zip(call.outputs, outcome.outputs, strict=True)}
-        yield PlacedCall(call, before, outcome, tuple(moves), tuple(saved))
-
-
-def _stays_whole(call: TracedCall, outcome: Outcome, whole: Collection[int]) -> bool:
-    places = zip(call.outputs, outcome.outputs, strict=True)
-    return not any(isinstance(place, Shard) and ref.number in whole for ref, place in places)
-
-
-def _key_of(call: TracedCall, move: Any) -> Any:
-    """Return the identity of a move that is remembered; None for one of a parameter, which is made at every use."""
-    ref = call.inputs[move.operand]
-    return None if ref.parameter is not None else (ref.number, move.target, move.enters)
-
-
-# ---- the walk ------------------------------------------------------------------------------------------------------
 
 Entry = tuple[Placement, frozenset[Any]]  # where a tensor is, and its moves so far
 
@@ -193,7 +84,7 @@ class _Search:
             for number, place in zip(parameters, chosen, strict=True):
                 entries[number] = place, frozenset()
             outcome = self.prices.outcome(call, [entries[ref.number][0] for ref in call.inputs])
-            if outcome is None or not _stays_whole(call, outcome, self.whole):
+            if outcome is None or not stays_whole(call, outcome, self.whole):
                 continue
             ranks = self.prices.group.size
             held = sum(

@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
-from lightning_topt.techniques.tensor_parallel.split_search import PricedCall
+from lightning_topt.techniques.tensor_parallel.split_walk import PricedCall
 
 Why = Literal["not in the table of kinds", "its slices are gathered first", "its tensors are whole"]
 

@@ -21,7 +21,8 @@ from lightning_topt.graph.op_config import Placement, Shard
 from lightning_topt.plan.tensor_meshes import step_of
 from lightning_topt.techniques.plan_batch import PlanBatch
 from lightning_topt.techniques.plan_costs import PlanCosts
-from lightning_topt.techniques.tensor_parallel.split_candidates import ModelSplit, SplitModel
+from lightning_topt.techniques.tensor_parallel.model_splits import ModelSplit
+from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from tests.models import GPT, MLP, ConvNet
 from tests.techniques.tensor_parallel.test_split_models import CASES

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lightning_topt.graph.collective_ops import shown_collective
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
-from lightning_topt.techniques.tensor_parallel.split_candidates import ModelSplit, SplitModel
+from lightning_topt.techniques.tensor_parallel.model_splits import ModelSplit
+from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from tests.models import GPT, MLP
 from tests.techniques.tensor_parallel.test_split_search import GPT_BLOCK, short

@@ -17,7 +17,8 @@ from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTra
 from lightning_topt.techniques.tensor_parallel.kind_table import KINDS
 from lightning_topt.techniques.tensor_parallel.kinds_norms import NORM
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from lightning_topt.techniques.tensor_parallel.split_search import BlockSplit, price_split, search_splits
+from lightning_topt.techniques.tensor_parallel.split_search import search_splits
+from lightning_topt.techniques.tensor_parallel.split_walk import BlockSplit, price_split
 from tests.models import GPT, MLP, GPTBlock
 from tests.techniques.tensor_parallel.traced import FAST, LlamaBlock, Step, prices, run, trace
 

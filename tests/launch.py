@@ -29,12 +29,14 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """
     load_kernels()
     context = mp.get_context("fork")
-    queue = context.SimpleQueue()
+    queue, connected = context.SimpleQueue(), context.Barrier(world_size)
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         ranks = [
             context.Process(
-                target=_rank, args=(function, rank, world_size, store, queue, timeout_seconds, args), daemon=True
+                target=_rank,
+                args=(function, rank, world_size, store, queue, connected, timeout_seconds, args),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -58,7 +60,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     return [results[rank] for rank in range(world_size)]
 
 
-def _rank(function, rank, world_size, store, queue, timeout_seconds, args):  # type: ignore[no-untyped-def]
+def _rank(function, rank, world_size, store, queue, connected, timeout_seconds, args):  # type: ignore[no-untyped-def]
     torch.set_num_threads(1)
     forget_meshes()  # a test in this process may have had a mesh of a fake group: its rank would be taken for this one's
     gc.freeze()  # a collection would touch, and so copy, every page that the ranks share with the test
@@ -70,6 +72,7 @@ def _rank(function, rank, world_size, store, queue, timeout_seconds, args):  # t
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),
         )
+        connected.wait(timeout_seconds)  # who ends sooner would end the connections that others are making
         # Plain pickle copies tensors; torch's own queues pass file descriptors, which die with the rank.
         queue.put((rank, pickle.dumps(function(rank, *args)), None))
     except BaseException:

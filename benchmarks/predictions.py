@@ -124,8 +124,8 @@ def uniform_of(frontier: PlanFrontier, technique: str) -> PlanPoint:
         plan, sent = point.plan, point.plan.gradient_exchange
         if plan.schedule is not None or plan.mesh.tensor_axes or len(plan.mesh.axes) != 1 + preset.inner:
             continue
-        named = [block for block in plan.blocks if block.block]  # what is in no block keeps ZeRO-2 where they have ZeRO-3
-        storages = {block.config.storage for block in named or plan.blocks}
+        named = [block for block in plan.blocks if block.block]
+        storages = {block.config.storage for block in named or plan.blocks}  # the rest keeps ZeRO-2 beside ZeRO-3
         recomputes = any(block.config.recompute for block in plan.blocks)
         name_sent = "" if sent is None else sent.name
         if (storages, recomputes, name_sent) == ({preset.storage(plan.mesh)}, bool(again), exchange):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -134,18 +135,18 @@ def _deepcopy(module: T, memo: dict[int, Any]) -> T:
     try:
         return copy.deepcopy(module, dict(memo))
     except Exception:
-        for submodule in module.modules():
+        visited = {id(submodule): submodule for submodule in module.modules()}
+        for submodule in visited.values():
             for value in vars(submodule).values():
-                if not _copyable(value, memo):
+                if not _copyable(value, {**memo, **visited}):
                     memo[id(value)] = value
         return copy.deepcopy(module, memo)
 
 
 def _copyable(value: Any, memo: dict[int, Any]) -> bool:
-    if isinstance(value, Mapping) and any(isinstance(item, nn.Module) for item in value.values()):
-        return True  # the submodules, which are visited themselves
+    """Whether `value` itself can be copied, whatever it leads to in `memo`."""
     try:
-        copy.deepcopy(value, dict(memo))
+        copy.deepcopy(value, memo)
     except Exception:
         return False
     return True
@@ -167,7 +168,7 @@ class _UsedUp:
 
 @contextmanager
 def _reducers() -> Iterator[None]:
-    """Let `copy.deepcopy` share modules of Python and locks, and replace generators, wherever they are."""
+    """Let `copy.deepcopy` share modules of Python, locks and process groups, and replace generators, wherever they are."""
 
     def share(value: Any) -> str:
         return "shared"  # a string means that the object is its own copy
@@ -180,6 +181,7 @@ def _reducers() -> Iterator[None]:
         type(threading.Lock()): share,
         type(threading.RLock()): share,
         types.GeneratorType: replace,
+        ProcessGroup: share,
     }
     new = {cls: function for cls, function in table.items() if cls not in copyreg.dispatch_table}
     copyreg.dispatch_table.update(new)

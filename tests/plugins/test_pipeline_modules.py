@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanSquaredError
 
 from lightning_topt import AutoParallelStrategy
 from tests.models import GPT
@@ -156,6 +157,7 @@ def fits(rank: int) -> dict[str, Any]:
 
 def searched(rank: int, plan: dict[str, Any], ranks: int) -> Any:
     module, data, _ = make("gpt")
+    module.error = MeanSquaredError()  # holds a process group where the data axis is not all ranks
     strategy = AutoParallelStrategy(plan=plan, cluster=cluster(ranks))
     make_trainer(strategy, devices=ranks, use_distributed_sampler=False).fit(module, data)
     assert strategy.parallel_plan is not None and strategy.planned_by == "given"
@@ -210,7 +212,7 @@ def on_four(rank: int) -> dict[str, Any]:
     return {
         "split": searched(rank, split_stages(), 4),
         "rows": searched_rows(rank),
-        "slices": searched(rank, {"mesh": {"pipeline": 2, "tensor": 2}}, 4),
+        "slices": searched(rank, {"mesh": {"pipeline": 2, "tensor": 2}, "num_microbatches": 2}, 4),
         "attends": validated(AutoParallelStrategy(plan=split_attention(), cluster=cluster(4)), 4),
     }
 

@@ -219,7 +219,8 @@ def dies(rank: int, method: GradientMethod, shape: tuple[int, int], dead: int, f
 def test_dead_peer_is_named(method, shape, dead, tmp_path):
     context = mp.get_context("fork")
     world_size = shape[0] * shape[1]
-    args = (world_size, str(tmp_path / "store"), context.SimpleQueue(), 20, (method, shape, dead, str(tmp_path)))
+    shared = (str(tmp_path / "store"), context.SimpleQueue(), context.Barrier(world_size))
+    args = (world_size, *shared, 20, (method, shape, dead, str(tmp_path)))
     ranks = [context.Process(target=_rank, args=(dies, rank, *args), daemon=True) for rank in range(world_size)]
     for process in ranks:
         process.start()

@@ -98,7 +98,7 @@ def dying(rank: int, folder: str) -> None:
 
 def test_a_rank_that_dies_during_the_gather_is_an_error(tmp_path: Path) -> None:
     context = mp.get_context("fork")
-    args = (3, str(tmp_path / "store"), context.SimpleQueue(), 20, (str(tmp_path),))
+    args = (3, str(tmp_path / "store"), context.SimpleQueue(), context.Barrier(3), 20, (str(tmp_path),))
     ranks = [context.Process(target=_rank, args=(dying, rank, *args), daemon=True) for rank in range(3)]
     for process in ranks:
         process.start()

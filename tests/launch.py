@@ -16,10 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_topt.communication.bounded_loss.kernels_loaded import load_kernels as load_datagram_kernels
 from lightning_topt.communication.selection import warm_up
 from lightning_topt.execution.observed_step import forget_meshes
 
-load_kernels = functools.cache(warm_up)  # once, rather than compiled or read from the disk by each rank
+
+@functools.cache
+def load_kernels() -> None:
+    """Compile what ranks call, or read it from the disk: once, rather than in each rank."""
+    warm_up()
+    load_datagram_kernels()
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 90) -> list[Any]:

@@ -28,7 +28,7 @@ from tests.communication.exchange_ranks import (
     train,
     wrap,
 )
-from tests.launch import _rank, run_ranks
+from tests.launch import _rank, load_kernels, run_ranks
 
 SHAPES = [(2, 1), (2, 2)]
 
@@ -217,6 +217,7 @@ def dies(rank: int, method: GradientMethod, shape: tuple[int, int], dead: int, f
     ids=["top-k", "top-k by nodes", "datagrams"],
 )
 def test_dead_peer_is_named(method, shape, dead, tmp_path):
+    load_kernels()
     context = mp.get_context("fork")
     world_size = shape[0] * shape[1]
     shared = (str(tmp_path / "store"), context.SimpleQueue(), context.Barrier(world_size))

@@ -166,6 +166,13 @@ class _UsedUp:
     send = close = __next__
 
 
+def _generator_like(generator: torch.Generator) -> torch.Generator:
+    """A copy with the same state. `copy.deepcopy` would set a fake one, which fails without saying so."""
+    made = torch.Generator(device=generator.device)
+    made.set_state(generator.get_state())
+    return made
+
+
 @contextmanager
 def _reducers() -> Iterator[None]:
     """Let `copy.deepcopy` share modules of Python, locks and process groups, and replace generators, wherever they are."""
@@ -176,12 +183,16 @@ def _reducers() -> Iterator[None]:
     def replace(value: Any) -> tuple[Any, ...]:
         return _UsedUp, ()
 
+    def draw_alike(value: Any) -> tuple[Any, ...]:
+        return functools.partial(_generator_like, value), ()
+
     table: dict[type, Callable[[Any], Any]] = {
         types.ModuleType: share,
         type(threading.Lock()): share,
         type(threading.RLock()): share,
         types.GeneratorType: replace,
         ProcessGroup: share,
+        torch.Generator: draw_alike,
     }
     new = {cls: function for cls, function in table.items() if cls not in copyreg.dispatch_table}
     copyreg.dispatch_table.update(new)

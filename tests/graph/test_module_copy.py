@@ -57,3 +57,11 @@ def test_what_cannot_be_copied_is_shared_and_nothing_else() -> None:
     with mode:
         copied(torch.ones(1, 2))
     assert calls == [copied[0]] and copied[1].held is held
+
+
+def test_a_generator_of_random_numbers_is_copied_with_its_state() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        copied, _ = fake_copy(nn.Sequential(nn.Linear(2, 2), Holds([generator])), device=torch.device("cpu"))
+        found: Any = copied[1].held[0]  # type: ignore[index]
+        assert found is not generator and torch.equal(found.get_state(), generator.get_state())

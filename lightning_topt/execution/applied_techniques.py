@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -38,6 +38,15 @@ def parallel_model(
         num_microbatches=1 if plan.schedule is not None else plan.num_microbatches,
         joint=plan.joint,
     )
+
+
+@contextmanager
+def _entered(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Generator[None, None, None]:
+    """A context that is within all that `contexts` make, in their order."""
+    with ExitStack() as stack:
+        for make in contexts:
+            stack.enter_context(make())
+        yield
 
 
 @final
@@ -98,9 +107,7 @@ class AppliedTechniques:
     @contextmanager
     def joined(self) -> Generator[None, None, None]:
         """Within it parameters in slices are whole."""
-        with ExitStack() as stack:
-            for applied in self._applied:
-                stack.enter_context(applied.joined())
+        with _entered(applied.joined for applied in self._applied):
             self._is_joined = True
             try:
                 yield
@@ -114,21 +121,13 @@ class AppliedTechniques:
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def around_step(self) -> Generator[None, None, None]:
+    def around_step(self) -> AbstractContextManager[None]:
         """Forward and backward run within it."""
-        with ExitStack() as stack:
-            for applied in self._applied:
-                stack.enter_context(applied.around_step())
-            yield
+        return _entered(applied.around_step for applied in self._applied)
 
-    @contextmanager
-    def no_sync(self) -> Generator[None, None, None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward accumulates gradients and leaves the exchange to a later backward, where that helps."""
-        with ExitStack() as stack:
-            for applied in self._applied:
-                stack.enter_context(applied.no_sync())
-            yield
+        return _entered(applied.no_sync for applied in self._applied)
 
     @contextmanager
     def around_microbatch(self, is_last: bool) -> Generator[None, None, None]:

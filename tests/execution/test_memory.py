@@ -109,6 +109,7 @@ def reduce_peak(rank: int, size: int) -> int | None:
     whole, part = torch.ones(size // 4), torch.ones(size // 8)
     meter = MemoryMeter(device)
     reduce_scatter_into(part, whole)
+    release_free_memory()  # what the test's process has freed before it was forked would be taken again, unseen
     meter.mark_base()
     meter.reset_peak()
     reduce_scatter_into(part, whole)
@@ -120,5 +121,5 @@ def reduce_peak(rank: int, size: int) -> int | None:
 def test_a_reduce_scatter_takes_what_the_cost_model_says(size):
     predicted = gloo_workspace(size, world_size=2)
     for peak in run_ranks(reduce_peak, 2, size):
-        # Of three pieces; what goes out may be gone before what comes in is there, all of it on a busy machine.
-        assert 0.9 * predicted / 3 <= peak <= 1.1 * predicted
+        # Of three pieces; what goes out may be gone before what comes in is there.
+        assert 0.9 * predicted * 2 / 3 <= peak <= 1.1 * predicted

@@ -26,12 +26,13 @@ from lightning_topt.execution.pipeline.continuous_run import ContinuousRun, Turn
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plugins.continuous_ends import is_end, next_end
+from lightning_topt.plugins.former_gradients import Gradients
 from lightning_topt.plugins.member_batches import packed, unpacked
 from lightning_topt.plugins.metric_states import MetricChanges, take_over
 from lightning_topt.plugins.pipeline_members import takes_index
 from lightning_topt.plugins.pipeline_steps import PipelineSteps, loss_in
 from lightning_topt.plugins.pipeline_values import Call, Told, replay
-from lightning_topt.plugins.turns import Gradients, loss_of
+from lightning_topt.plugins.turns import loss_of
 
 
 class ContinuousSteps(PipelineSteps):

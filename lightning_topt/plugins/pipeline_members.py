@@ -27,11 +27,11 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import PlanError
+from lightning_topt.plugins.former_gradients import cleared_before_backward, gradients_aside
 from lightning_topt.plugins.member_batches import value_for_member, value_of_member, values_of_members
 from lightning_topt.plugins.metric_states import MetricChanges, States, count_from, states_in_use, take_over, uncounted
 from lightning_topt.plugins.pipeline_steps import PipelineSteps, joint_loss, loss_in
 from lightning_topt.plugins.pipeline_values import Told, replay
-from lightning_topt.plugins.turns import gradients_aside
 from lightning_topt.techniques.tensor_parallel.random_states import RandomStates, random_states, set_random_states
 
 
@@ -92,7 +92,11 @@ class PipelineMembers(PipelineSteps):
             batch_idx=args[1] if len(args) > 1 else None,
         )
         starts = self._engine.stages.random_starts([member.states for member in members])
-        with gradients_aside(self._module) as gradients, starts as ends, _as_other_rank():
+        with (
+            gradients_aside(self._module, dropped=cleared_before_backward(self._module)) as gradients,
+            starts as ends,
+            _as_other_rank(),
+        ):
             self._engine.run_step(passes.microbatches, passes.loss)
         values = [passes.finished[index] for index in range(self._size)] if passes.finished else None
         told: Told = value_for_member(values, self._row, source=self._teller, device=self._device)

@@ -25,12 +25,13 @@ from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plugins.batch_parts import Parts, doubled, split_batch
+from lightning_topt.plugins.former_gradients import Gradients, cleared_before_backward, gradients_aside
 from lightning_topt.plugins.loss_kinds import LossKinds, compare_steps, drawn_since, without_trace
 from lightning_topt.plugins.member_batches import value_of_member
 from lightning_topt.plugins.metric_states import MetricChanges, take_over, uncounted
 from lightning_topt.plugins.pipeline_values import Call, Told, combined_calls, combined_output, replay, telling
 from lightning_topt.plugins.row_batches import RowBatches
-from lightning_topt.plugins.turns import Gradients, gradients_aside, loss_of
+from lightning_topt.plugins.turns import loss_of
 from lightning_topt.schedules.continuous import LAGS
 from lightning_topt.schedules.make_schedule import SCHEDULES
 from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
@@ -76,7 +77,7 @@ class PipelineSteps:
             self._kinds = self._find_kinds(parts.batches[0], args[1:])
         counting, weights = MetricChanges.begin(self._module), self._kinds.weights(parts.sizes)
         passes = _Passes(self, parts.batches, scale=self._loss_scale(), batch_idx=_index_in(args))
-        with gradients_aside(self._module) as gradients:
+        with gradients_aside(self._module, dropped=cleared_before_backward(self._module)) as gradients:
             self._engine.run_step(passes.microbatches, passes.loss, weights=weights)
         told = self._told(self._combined(passes, parts, weights) if passes.finished else None, counting)
         loss = loss_of(told.output)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_topt.execution.engine import Engine
+from lightning_topt.plugins.former_gradients import Gradients, gradients_aside
 from lightning_topt.plugins.member_batches import values_of_members
 from lightning_topt.plugins.member_state import LoggedLater, MemberBuffers, foreign_turn
 from lightning_topt.techniques.tensor_parallel.random_states import random_states
@@ -96,26 +97,6 @@ def loss_of(output: Any) -> Tensor | None:
     """Return the loss in what `training_step` returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) else None
-
-
-Gradients = dict[nn.Parameter, Tensor]
-
-
-@contextmanager
-def gradients_aside(module: nn.Module) -> Generator[Gradients, None, None]:
-    """Let parameters have no gradients; those that they get go into what is yielded, and they have the former ones again."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    before = [parameter.grad for parameter in parameters]
-    found: Gradients = {}
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield found
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            if parameter.grad is not None:
-                found[parameter] = parameter.grad
-            parameter.grad = gradient
 
 
 class _JointLoss(torch.autograd.Function):

@@ -134,6 +134,7 @@ class ModuleExchange:
             self.exposed_seconds(reset=False)
         for future in step.futures:
             future.wait()
+        step.futures.clear()  # they have DDP's buckets, of which it makes others after the first step
         if not step.finite:
             self.exchange.put_back()
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_topt.communication import BoundedLoss, Dense, GradientMethod, LinkCosts, TopK, peers
+from lightning_topt.communication import BF16, BoundedLoss, Dense, GradientMethod, LinkCosts, TopK, peers
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.peers import PeerLostError
 from lightning_topt.communication.topology import Topology
@@ -74,6 +75,21 @@ def test_straggler_changes_nothing(shape):
     for rank in range(1, len(late)):
         assert all(torch.equal(a, b) for a, b in zip(late[0], late[rank], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(punctual[0], late[0], strict=True))
+
+
+def first_buckets_that_stay(rank: int, method: GradientMethod) -> int:
+    """DDP makes other buckets before the second forward pass."""
+    ddp, exchange = wrap(method, gradient_as_bucket_view=True)
+    loss_of(ddp, rank, 0).backward()
+    first = [StorageWeakRef(p.grad.untyped_storage()) for p in ddp.parameters()]
+    loss_of(ddp, rank, 1)
+    exchange.close()
+    return sum(not each.expired() for each in first)
+
+
+@pytest.mark.parametrize("method", [BF16(), TopK(density=0.05)], ids=lambda method: method.name)
+def test_no_bucket_outlives_its_step(method):
+    assert run_ranks(first_buckets_that_stay, 2, method) == [0, 0]
 
 
 def thread_ends(rank: int) -> list[int]:

@@ -2,12 +2,12 @@
 
     sudo python -m benchmarks.predictions            # --rate, --steps, --only PART-OF-A-SETTING, --techniques
 
-For each setting a job plans a GPT under a memory limit that every plan keeps, and saves the frontier. From it come, for three
-limits between the smallest and the largest plan, the plan that `choose` takes and the one that is predicted to be fastest,
-and uniform plans by name. Plans on meshes with stages or slices are searched by the job that runs them, with the batch that
-gives all plans of a setting the same samples per step. Each runs in a job of its own; predictions are made before it, from
-what was measured of kernels and links alone. Regret: how much slower the chosen plan was than the fastest of all executed ones
-that fit.
+For each setting a job plans a GPT under a memory limit that every plan keeps, and saves the frontier. Under three limits
+between its smallest and its largest plan jobs search and run what they choose; then come uniform plans by name, those with
+compressed gradients from a search that may compress. Plans on meshes with stages or slices are searched by the job that runs
+them, with the batch that gives all plans of a setting the same samples per step. Predictions are made before a job's steps,
+from what was measured of kernels and links alone. Regret: how much slower the chosen plan was than the fastest of all executed
+ones that fit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import numpy as np
 from benchmarks.common import RESULTS, JobFailed, machine, mib, run_gpt
 from benchmarks.lab import Lab, end_on_signals
 from benchmarks.lab_nodes import LabError
-from lightning_topt.plan.choose import choose
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.presets import PRESETS
 
@@ -79,14 +78,13 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One plan: seconds and bytes, predicted and measured; `point` where it is of the setting's frontier."""
+    """One plan: seconds and bytes, predicted and measured."""
 
     setting: str
     technique: str
     plan: str
     predicted: tuple[float, float]
     measured: tuple[float, float]
-    point: PlanPoint | None = None
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -102,17 +100,10 @@ class Row:
         return f"| {self.setting} | {self.technique} | {self.plan} | {seconds} | {sizes} |"
 
 
-def plans_of(frontier: PlanFrontier) -> dict[float, tuple[PlanPoint, PlanPoint]]:
-    """The chosen and the fastest plan for each limit, of those that compute as one process does."""
-    exact = [p for p in frontier.candidates if p.plan.gradient_exchange is None or p.plan.gradient_exchange.is_exact]
-    sizes = sorted(point.peak_bytes for point in exact)
-    found = {}
-    for share in SHARES:
-        limit = 1.0501 * (sizes[0] + share * (sizes[-1] - sizes[0]))
-        fitting = [point for point in exact if 1.05 * point.peak_bytes <= limit]
-        fastest = min(fitting, key=lambda point: (point.step_seconds, point.peak_bytes))
-        found[limit] = choose(exact, memory_limit=limit), fastest
-    return found
+def limits_of(frontier: PlanFrontier) -> list[float]:
+    """The limits, which leave the smallest plan its margin."""
+    sizes = sorted(point.peak_bytes for point in frontier.candidates)
+    return [1.0501 * (sizes[0] + share * (sizes[-1] - sizes[0])) for share in SHARES]
 
 
 def uniform_of(frontier: PlanFrontier, technique: str) -> PlanPoint:
@@ -152,37 +143,40 @@ def searched_options(setting: Setting, technique: str) -> dict[str, Any]:
 
 def measure(name: str, setting: Setting, job: Job, techniques: Sequence[str]) -> tuple[list[Row], list[float]]:
     """Rows of one setting, and the regret at each limit."""
-    rows: dict[str, Row] = {}
+    rows: list[Row] = []
+    chosen: dict[float, Row] = {}
+
+    def add(row: Row) -> Row:
+        rows.append(row)
+        print(row.line(), flush=True)
+        return row
+
     with tempfile.TemporaryDirectory() as folder:
-        saved = Path(folder) / "frontier.json"
-        search = {"memory-limit": ROOM, "frontier": saved, "steps": 2, "warmup": 1}
-        job(**search, **{"allow-compression": ",".join(COMPRESSED)})
-        frontier = PlanFrontier.from_json(saved.read_text())
-        limits = plans_of(frontier)
-
-        def run(technique: str, point: PlanPoint) -> None:
-            text = point.plan.to_dict()
-            key = json.dumps([text.get(part) for part in ("stages", "mesh", "schedule", "gradient_exchange")])
-            if key not in rows:
-                file = Path(folder) / f"plan{len(rows)}.yaml"
-                point.plan.save(file)
-                allowed = {"allow-compression": ",".join(COMPRESSED)} if point.plan.gradient_exchange else {}
-                result = job(**{"memory-limit": ROOM, "plan": file, **allowed})
-                measured = result["step_seconds"], result["peak_bytes"]
-                predicted = point.step_seconds, point.peak_bytes
-                rows[key] = Row(name, technique, point.plan.summary(), predicted, measured, point)
-                print(rows[key].line(), flush=True)
-
-        for chosen, fastest in limits.values():
-            run("searched", chosen)
-            run("searched", fastest)
+        frontiers = {"": searched_frontier(job, Path(folder))}
+        for limit in limits_of(frontiers[""]):
+            result = job(**{"memory-limit": f"{limit / 2**20:.2f}MiB"})
+            chosen[limit] = add(searched_row(name, "searched", result))
         for technique in techniques:
             if technique in SEARCHED:
-                rows[technique] = searched_row(name, technique, job(**searched_options(setting, technique)))
-                print(rows[technique].line(), flush=True)
-            else:
-                run(technique, uniform_of(frontier, technique))
-    return [*rows.values()], [*regrets(limits, [*rows.values()])]
+                add(searched_row(name, technique, job(**searched_options(setting, technique))))
+                continue
+            methods = ",".join(COMPRESSED) if ", " in technique else ""
+            allowed = {"allow-compression": methods} if methods else {}
+            if methods not in frontiers:
+                frontiers[methods] = searched_frontier(job, Path(folder), **allowed)
+            point = uniform_of(frontiers[methods], technique)
+            point.plan.save(file := Path(folder) / "plan.yaml")
+            result = job(**{"memory-limit": ROOM, "plan": file, **allowed})
+            measured = result["step_seconds"], result["peak_bytes"]
+            add(Row(name, technique, point.plan.summary(), (point.step_seconds, point.peak_bytes), measured))
+    return rows, [*regrets(chosen, rows)]
+
+
+def searched_frontier(job: Job, folder: Path, **options: Any) -> PlanFrontier:
+    """What a search finds that a limit does not bind."""
+    saved = folder / "frontier.json"
+    job(**{"memory-limit": ROOM, "frontier": saved, "steps": 2, "warmup": 1, **options})
+    return PlanFrontier.from_json(saved.read_text())
 
 
 def searched_row(name: str, technique: str, result: Mapping[str, Any]) -> Row:
@@ -192,15 +186,14 @@ def searched_row(name: str, technique: str, result: Mapping[str, Any]) -> Row:
     return Row(name, technique, result["summary"], of_plan, (result["step_seconds"], result["peak_bytes"]))
 
 
-def regrets(limits: Mapping[float, tuple[PlanPoint, PlanPoint]], rows: Sequence[Row]) -> list[float]:
+def regrets(chosen: Mapping[float, Row], rows: Sequence[Row]) -> list[float]:
     """How much slower what is chosen within each limit was than the fastest executed plan that is predicted to fit and computes
     the same.
     """
-    found = []
     inexact = ("continuous", *(f"ddp, {name}" for name in COMPRESSED))
     same = [row for row in rows if row.technique not in inexact]
-    for limit, (chosen, _) in limits.items():
-        own = next(row for row in same if row.point is not None and row.plan == chosen.plan.summary())
+    found = []
+    for limit, own in chosen.items():
         fitting = [row.measured[0] for row in same if 1.05 * row.predicted[1] <= limit]
         found.append(own.measured[0] / min(fitting) - 1)
     return found

@@ -6,8 +6,8 @@ For each setting a job plans a GPT under a memory limit that every plan keeps, a
 between its smallest and its largest plan jobs search and run what they choose; then come uniform plans by name, those with
 compressed gradients from a search that may compress. Plans on meshes with stages or slices are searched by the job that runs
 them, with the batch that gives all plans of a setting the same samples per step. Predictions are made before a job's steps,
-from what was measured of kernels and links alone. Regret: how much slower the chosen plan was than the fastest of all executed
-ones that fit.
+from what was measured of kernels and links alone. Regret: how much slower the chosen plan was than the fastest executed one
+that fits and that it could have been.
 """
 
 from __future__ import annotations
@@ -187,11 +187,11 @@ def searched_row(name: str, technique: str, result: Mapping[str, Any]) -> Row:
 
 
 def regrets(chosen: Mapping[float, Row], rows: Sequence[Row]) -> list[float]:
-    """How much slower what is chosen within each limit was than the fastest executed plan that is predicted to fit and computes
-    the same.
+    """How much slower what is chosen within each limit was than the fastest executed plan that is predicted to fit, computes the
+    same and runs the same program: plans of a given mesh want one batch for several ranks.
     """
-    inexact = ("continuous", *(f"ddp, {name}" for name in COMPRESSED))
-    same = [row for row in rows if row.technique not in inexact]
+    others = (*SEARCHED, *(f"ddp, {name}" for name in COMPRESSED))
+    same = [row for row in rows if row.technique not in others]
     found = []
     for limit, own in chosen.items():
         fitting = [row.measured[0] for row in same if 1.05 * row.predicted[1] <= limit]

@@ -187,8 +187,8 @@ def searched_row(name: str, technique: str, result: Mapping[str, Any]) -> Row:
 
 
 def regrets(chosen: Mapping[float, Row], rows: Sequence[Row]) -> list[float]:
-    """How much slower what is chosen within each limit was than the fastest executed plan that is predicted to fit, computes the
-    same and runs the same program: plans of a given mesh want one batch for several ranks.
+    """How much slower what is chosen within each limit was than the fastest executed plan that is predicted to fit and computes
+    the same in the same program: plans of a given mesh want one batch for several ranks.
     """
     others = (*SEARCHED, *(f"ddp, {name}" for name in COMPRESSED))
     same = [row for row in rows if row.technique not in others]

@@ -86,11 +86,11 @@ class SearchedPipelines:
         """Return what is worth saying about plans with stages that are left out: `unstaged` says why none was searched."""
         if unstaged is not None:
             return [f"Plans with stages were not searched: {unstaged}."]
-        if (
-            search.pipelines is None
-            or self.insists
-            or (why := why_left_out(request, trainer, example.batch, search)) is None
-        ):
+        if search.pipelines is None or self.insists:
+            return []
+        # A model that is built to be planned has no values, which torch would ask for.
+        why = why_left_out(request, trainer, example.batch, search, would_shard=lambda _: False)
+        if why is None:
             return []
         return [
             f'strategy="topt" without a given plan, where each rank has its own batches, leaves plans with stages out: {why}.'

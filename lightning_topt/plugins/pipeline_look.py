@@ -6,7 +6,7 @@ Every rank has its own batch by then, so the ranks of a pipeline run these as mi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -78,14 +78,24 @@ def _why_no_look(
     return why_left_out(request, trainer, batch, search)
 
 
-def why_left_out(request: PlanRequest, trainer: pl.Trainer, batch: Any, search: SearchRequest) -> str | None:
-    """Return why no fit whose ranks have a batch each runs in stages, as far as that is seen before a search, as a clause."""
+def why_left_out(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    batch: Any,
+    search: SearchRequest,
+    *,
+    would_shard: Callable[[str], bool] = lambda _: True,
+) -> str | None:
+    """Return why no fit whose ranks have a batch each runs in stages, as far as that is seen before a search, as a clause.
+
+    What torch cannot shard counts where the parameter's name `would_shard`.
+    """
     if not search.optimizer.by_parameter:
         return "the optimizer does not update each parameter by itself"
     if _has_words(batch):
         return "batches hold texts or whole numbers, on which a step may depend, so that each would be traced"
     return (
-        needs_whole_parameters(request, trainer, search.graph)
+        needs_whole_parameters(request, trainer, search.graph, would_shard=would_shard)
         or why_no_members(trainer, batch, search.graph)
         or why_steps_may_differ(trainer.lightning_module)
     )

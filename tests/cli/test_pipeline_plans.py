@@ -144,7 +144,7 @@ def test_why_fits_without_a_plan_have_no_stages_is_said() -> None:
         return wanted.notes(search, example, AutoParallelStrategy().request, trainer, unstaged=unstaged)
 
     tokens, default = (torch.zeros(4, 16, dtype=torch.long),) * 2, SearchedPipelines(PipelineRequest())
-    assert notes(GPT(heads=2), tokens, default) == []
+    assert notes(GPT(heads=2), tokens, default) == notes(GPT(heads=2).to("meta"), tokens, default) == []
     assert notes(GPT(heads=2), tokens, default, "it is so") == ["Plans with stages were not searched: it is so."]
     (of_batch,) = notes(GPT(heads=2), (*tokens, "a text"), default)
     assert "each rank has its own batches, leaves plans with stages out: batches hold texts" in of_batch

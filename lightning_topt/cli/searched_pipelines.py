@@ -88,8 +88,14 @@ class SearchedPipelines:
             return [f"Plans with stages were not searched: {unstaged}."]
         if search.pipelines is None or self.insists:
             return []
-        # A model that is built to be planned has no values, which torch would ask for.
-        why = why_left_out(request, trainer, example.batch, search, would_shard=lambda _: False)
+        module = trainer.lightning_module
+
+        def has_values(
+            name: str,
+        ) -> bool:  # those of a model that is built to be planned have none, and get them in a fit
+            return not module.get_parameter(name).is_meta
+
+        why = why_left_out(request, trainer, example.batch, search, would_shard=has_values)
         if why is None:
             return []
         return [

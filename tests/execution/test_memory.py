@@ -103,7 +103,7 @@ def test_cuda_peak():
     assert meter.peak_bytes() == 64 * MIB
 
 
-def reduce_peak(rank: int, size: int) -> int | None:
+def reduce_peak(rank: int, size: int) -> int:
     device = torch.device("cpu")
     return_freed_memory(device)
     whole, part = torch.ones(size // 4), torch.ones(size // 8)
@@ -114,8 +114,10 @@ def reduce_peak(rank: int, size: int) -> int | None:
         meter.mark_base()
         meter.reset_peak()
         reduce_scatter_into(part, whole)
-        peaks.append(meter.peak_bytes())
-    return None if None in peaks else max(peak for peak in peaks if peak is not None)
+        peak = meter.peak_bytes()
+        assert peak is not None
+        peaks.append(peak)
+    return max(peaks)
 
 
 @linux

@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from benchmarks.machine_speed import MachineSpeed
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.plugins.ddp_parts import destroy_process_group
@@ -82,7 +83,7 @@ def main() -> None:
         )
     else:
         strategy = DDPStrategy(gradient_as_bucket_view=True)
-    monitor = StepMonitor(warmup_steps=options.warmup)
+    speed, monitor = MachineSpeed(), StepMonitor(warmup_steps=options.warmup)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=options.devices,
@@ -94,7 +95,7 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[monitor, Progress(options.out.with_suffix(".progress"))],
+        callbacks=[speed, monitor, Progress(options.out.with_suffix(".progress"))],
     )
     model = ByteGPT(options.layers, options.hidden, options.heads, options.seq_len)
     trainer.fit(model, StdlibBytesDataModule(options.seq_len, options.batch_size, max_bytes=2_000_000))
@@ -116,6 +117,7 @@ def main() -> None:
         "step_seconds": monitor.measurement.median_step_seconds,
         "peak_bytes": max(p for p in monitor.measurement.peak_bytes_per_rank if p is not None),
         "steps": monitor.measurement.steps,
+        "speeds": speed.of_ranks,
     }
     options.out.write_text(json.dumps(result, indent=1))
 

@@ -183,9 +183,9 @@ def _step(module: nn.Module, recordings: tuple[Recording, Recording], fit: _Fit,
         calls=tuple(_calls(first, indices)),
         modules=tuple(_modules(module)),
         workspaces=tuple(
-            (tick, fit.amount(a, b))
-            for tick, (a, b) in enumerate(zip(first.workspaces, second.workspaces, strict=True))
-            if a or b
+            (tick, fit.amount(a.workspace, b.workspace))
+            for tick, (a, b) in enumerate(zip(first.kernels, second.kernels, strict=True))
+            if a is not None and b is not None and (a.workspace or b.workspace)
         ),
     )
 

@@ -15,6 +15,7 @@ from lightning_topt.graph.assemble import assemble
 from lightning_topt.graph.blocks import choose_blocks, may_repeat
 from lightning_topt.graph.errors import WAY_OUT, CaptureError, may_need_values
 from lightning_topt.graph.no_trace import no_collection, no_trace
+from lightning_topt.graph.one_recording import PRIME, recording_at
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.recording import Recording
 from lightning_topt.graph.sample_counts import batch_sizes, common_size
@@ -35,6 +36,7 @@ def capture(
     real: bool = False,
     adapt: Adapt | None = None,
     like: OpGraph | None = None,
+    one_recording: bool = False,
 ) -> OpGraph:
     """Return the operator graph of one training step of `module`, a LightningModule with automatic optimization.
 
@@ -58,6 +60,8 @@ def capture(
         adapt: is called with every copy of `module` that runs, on fake tensors, may change it, and returns a context around its
             forward, inside of `forward_context`.
         like: the graph of the same module without `adapt`: its blocks are taken, and what it says of second calls.
+        one_recording: of fake tensors, at a large batch size, instead of two where that tells as much; for `like` that
+            `is_told_by_one`.
 
     Raises:
         CaptureError: the step depends on values of tensors or uses an operator without a shape-only implementation
@@ -84,7 +88,26 @@ def capture(
                 input_bytes=(input_bytes, input_bytes),
             )
             return _finish(graph, step, batch, recording=recording, like=like)
+        if like is not None and one_recording and second_batch is None and not real:
+            found = _from_one_recording(step, batch, like)
+            if found is not None:
+                return found
         return _capture_two_sizes(step, batch, second_batch, like)
+
+
+def is_told_by_one(
+    module: nn.Module,
+    batch: Any,
+    like: OpGraph,
+    *,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    device: torch.device | str = "cpu",
+) -> bool:
+    """Return whether one recording of a step tells all that `like` says, which `capture` made of two, given the same."""
+    if not like.batch_scaling:
+        return False
+    with no_trace(module), torch.compiler.set_stance("force_eager"), no_collection():
+        return _from_one_recording(StepRun(module, forward_context, torch.device(device)), batch, like) == like
 
 
 def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None, like: OpGraph | None) -> OpGraph:
@@ -107,6 +130,20 @@ def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None, like
     return _finish(graph, step, small[0], recording=first, samples=(small[1], sizes[0]), like=like)
 
 
+def _from_one_recording(step: StepRun, batch: Any, like: OpGraph) -> OpGraph | None:
+    """The graph at the sizes of `like`; None where one recording does not tell."""
+    sizes = like.step.batch_sizes
+    try:
+        many = batch_sizes(batch, None)[0], PRIME * sizes[0]
+        copied, recording, _ = step.record(batch, samples=many, unlike=set(), resizes=True)
+        recordings = recording_at(recording, 0), recording_at(recording, 1)
+    except Exception:
+        return None  # torch refuses some large sizes, and errors of the step itself are told of a batch that users know
+    small, large = (int(like.input_bytes.at(size)) for size in sizes)
+    graph = assemble(copied, recordings, name=type(step.module).__name__, sizes=sizes, input_bytes=(small, large))
+    return _as_in(like, graph)
+
+
 def _finish(
     graph: OpGraph,
     step: StepRun,
@@ -118,7 +155,7 @@ def _finish(
 ) -> OpGraph:
     """The graph with what second calls of its modules did, cut into the blocks that are chosen where nobody says otherwise."""
     if like is not None:
-        return _marked(graph, {m.path for m in like.step.modules if m.repeatable}).with_blocks(like.blocks)
+        return _as_in(like, graph)
     calls = Counter(call.module for call in graph.step.calls)
     candidates = [call.module for call in graph.step.calls if calls[call.module] == 1 and may_repeat(call)]
     if step.real and recording.has_collectives:
@@ -127,6 +164,10 @@ def _finish(
     found = find_repeatable(step, batch, candidates=candidates, samples=samples, repetitions=repetitions)
     graph = _marked(graph, found)
     return graph.with_blocks(choose_blocks(graph))
+
+
+def _as_in(like: OpGraph, graph: OpGraph) -> OpGraph:
+    return _marked(graph, {m.path for m in like.step.modules if m.repeatable}).with_blocks(like.blocks)
 
 
 def _marked(graph: OpGraph, repeatable: Collection[str]) -> OpGraph:

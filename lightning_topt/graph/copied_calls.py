@@ -30,7 +30,7 @@ def end_copy(recorder: Recorder, copied: CopiedCall, results: list[Tensor]) -> N
         copied.results[k].saved = result.saved_by is not None
     recorder.current = copied.first_op + len(results) - 1
     record.kernel_ops.append(recorder.current)
-    record.workspaces.append(0.0)
+    record.kernels.append(None)
     recorder.nodes.claim(recorder.current)
 
 
@@ -46,4 +46,4 @@ def backward_of_copy(recorder: Recorder, copied: CopiedCall, gradient: Tensor, m
         recorder.memory.track(made, born=copied.backward_tick, op=recorder.current)
         copied.input_gradient = recorder.memory.of(made)
     record.kernel_ops.append(recorder.current)
-    record.workspaces.append(0.0)
+    record.kernels.append(None)

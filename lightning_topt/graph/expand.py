@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from lightning_topt.graph.kernels import Measured
 from lightning_topt.graph.observed_backward import ObservedBackward, check_alone
 from lightning_topt.graph.observed_calls import CopiedCall, Surprise, rename
 from lightning_topt.graph.recording import COPIED, Call, OpRecord, Recording, Shape, Storage
@@ -49,12 +50,13 @@ class _Expansion:
             storages=self._storages(),
             calls=self._calls(),
             kernel_ops=self._order(),
-            workspaces=self._workspaces(),
+            kernels=self._kernels(),
             writes=self._writes(),
             backward_start=self.ticks[old.backward_start],
             with_gradient=old.with_gradient | self._with_gradient(),
             has_collectives=old.has_collectives,
             repetitions={copied.path: copied.model for copied in self.copies},
+            measured_at=old.measured_at,
         )
 
     # ---- numbers -----------------------------------------------------------------------------------------------------
@@ -249,25 +251,24 @@ class _Expansion:
 
     def _order(self) -> list[int]:
         found: list[int] = []
-        kernel_ops = self.old.kernel_ops
-        for tick, op in enumerate(kernel_ops):
+        for tick, op in enumerate(self.old.kernel_ops):
             copied = self.by_op.get(op)
             if copied is None:
                 found.append(self.ops[op])
             else:
                 shift = self._shifts(copied)[0]
-                found += [own + shift for own in kernel_ops[self._ticks_of_model(copied, tick)]]
+                found += [own + shift for own in self.old.kernel_ops[self._ticks_at(tick)]]
         return found
 
-    def _workspaces(self) -> list[float]:
-        found: list[float] = []
-        for tick, (op, workspace) in enumerate(zip(self.old.kernel_ops, self.old.workspaces, strict=True)):
-            copied = self.by_op.get(op)
-            found += [workspace] if copied is None else self.old.workspaces[self._ticks_of_model(copied, tick)]
-        return found
+    def _kernels(self) -> list[Measured | None]:
+        places = map(self._ticks_at, range(len(self.old.kernels)))
+        return [kernel for place in places for kernel in self.old.kernels[place]]
 
-    def _ticks_of_model(self, copied: CopiedCall, tick: int) -> slice:
-        """The model's ticks for which one of the copy's stands."""
+    def _ticks_at(self, tick: int) -> slice:
+        """The old ticks for which `tick` stands: those of a model where a call was left out."""
+        copied = self.by_op.get(self.old.kernel_ops[tick])
+        if copied is None:
+            return slice(tick, tick + 1)
         backward = self.backwards[id(copied.model)]
         return slice(*copied.model.ticks) if tick == copied.tick else slice(backward.start, backward.end)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lightning_topt.graph.collective_ops import is_collective
 from lightning_topt.graph.flop_formulas import FLOPS
 from lightning_topt.graph.op_graph import Kernel
 from lightning_topt.graph.replayable import is_replayable
@@ -118,7 +119,9 @@ def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def measure(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Measured:
-    """Return the FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`."""
+    """Return the FLOPs and bytes of the call ``func(*args, **kwargs)`` that returned `out`; a collective computes nothing."""
+    if is_collective(func):
+        return Measured(str(func), {"args": [], "kwargs": {}}, 0.0, 0.0)
     formula = FLOPS.get(func._overloadpacket)
     flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
     given: list[Tensor] = []

@@ -67,7 +67,7 @@ class ObservedBackward:
         return (
             [operator_facts(op, self.model, op.backward) for op in self.recording.ops[slice(*self.model.ops)]],
             [op - first_op for op in self.recording.kernel_ops[start : self.end]],
-            self.recording.workspaces[start : self.end],
+            self.recording.kernels[start : self.end],
             [(s.bytes, s.born - start, s.op - first_op, s.shape, s.is_left) for s in self.made],
             [(min(s.died, self.end + 1) - start, strip(s.gradient_of or "", path)) for s in self.made],
             [[self.numbers.get(id(part)) for part in s.parts] for s in self.made],

@@ -141,7 +141,7 @@ def forward_facts(recording: Recording, call: ObservedCall) -> Any:
     return (
         [operator_facts(o, call, o.forward) for o in recording.ops[slice(*call.ops)]],
         [index - op for index in recording.kernel_ops[slice(*call.ticks)]],
-        recording.workspaces[slice(*call.ticks)],
+        recording.kernels[slice(*call.ticks)],
         [
             (s.bytes, s.born - tick) if id(s) in results else _storage_facts(s, call)
             for s in recording.storages[slice(*call.storages)]

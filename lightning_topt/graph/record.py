@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topt.graph.autograd_nodes import AutogradNodes
@@ -28,6 +29,7 @@ from lightning_topt.graph.kernels import (
 )
 from lightning_topt.graph.live_storages import LiveStorages, shape_of
 from lightning_topt.graph.observed_calls import ObservedCall
+from lightning_topt.graph.one_recording import measure_at_sizes
 from lightning_topt.graph.real import Backups
 from lightning_topt.graph.recording import OUTSIDE, Call, OpRecord, Recording, Storage
 from lightning_topt.graph.structures import tensors_in
@@ -51,14 +53,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outside: further tensors that exist before the pass (the batch).
         backups: keeps what the pass on real tensors writes to and others own; None for fake tensors. With it collectives
             are real, and gradients are released as soon as they are complete.
+        resizes: the mode of a pass on `PRIME` batches, whose kernels are measured at other sizes too (see `one_recording`).
     """
 
-    def __init__(self, module: nn.Module, outside: Iterable[Tensor], *, backups: Backups | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        outside: Iterable[Tensor],
+        *,
+        backups: Backups | None = None,
+        resizes: FakeTensorMode | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.failed: OpOverload | None = None
-        self._backups = backups
-        self.is_backward = False
+        self._backups, self._resizes = backups, resizes
+        self.is_backward, self.current = False, 0
         outside = list(outside)
         self.memory = LiveStorages(self.recording, [*module.parameters(), *module.buffers(), *outside])
         self.observed: ObservedCall | None = None
@@ -71,7 +81,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counts: Counter[str] = Counter()
         self._frames: list[_Frame] = []
         self.nodes = AutogradNodes()
-        self.current = 0
         self._unclaimed: list[Storage] = []
         self._hook(module)
 
@@ -126,8 +135,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A call that raised, and whose error somebody caught, has left its frame behind.
             while (frame := self._frames.pop()).call.path != path:
                 frame.call.exit = len(self.recording.kernel_ops)
-            tensors = list(tensors_in(output))
-            call = frame.call
+            tensors, call = list(tensors_in(output)), frame.call
             call.exit, call.outputs = len(self.recording.kernel_ops), self.memory.within(tensors)
             call.needs_grad = any(tensor.requires_grad for tensor in tensors)
             if frame.op is not None:
@@ -220,9 +228,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = (func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors))
         kernel = self._measured.get(key)
         if kernel is None:
-            kernel = self._measured[key] = (
-                _no_compute(func) if is_collective(func) else measure(func, args, kwargs, out)
-            )
+            kernel = self._measured[key] = measure(func, args, kwargs, out)
+            if self._resizes is not None:
+                self.recording.measured_at[id(kernel)] = measure_at_sizes(func, args, kwargs, out, self._resizes)
         record, op, tick = self.recording, self.recording.ops[index], len(self.recording.kernel_ops)
         if func._schema.name not in ALLOCATIONS:
             (op.backward if self.is_backward else op.forward).append(kernel)
@@ -244,7 +252,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.is_backward and not op.outputs:
             op.outputs = [shape_of(tensor) for tensor in outputs]
         record.kernel_ops.append(index)
-        record.workspaces.append(kernel.workspace)
+        record.kernels.append(kernel)
 
     def _read(self, index: int, tensors: list[Tensor], sources: list[Storage]) -> None:
         op = self.recording.ops[index]
@@ -290,7 +298,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = self._unclaimed.pop()
             storage.saved_by = op
             self.recording.ops[op].saved_bytes += storage.bytes
-
-
-def _no_compute(func: OpOverload) -> Measured:
-    return Measured(str(func), {"args": [], "kwargs": {}}, 0.0, 0.0)

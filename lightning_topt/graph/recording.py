@@ -64,10 +64,10 @@ class Call:
 class Recording:
     """A whole step.
 
-    By tick: `kernel_ops` the operator, `workspaces` bytes that its kernel takes inside. `writes`: (tick, birth) of every
+    By tick: `kernel_ops` the operator, `kernels` its kernel, None for a call left out. `writes`: (tick, birth) of every
     tensor changed in place. `with_gradient`: names of the parameters that the backward pass gave a gradient. `copies` are
     calls left out and `models` what was run instead (see `observed_calls`); `repetitions` are the models by the paths of the
-    modules whose calls were left out.
+    modules whose calls were left out. `measured_at`: kernels at other sizes, by identity (see `one_recording`).
     """
 
     ops: list[OpRecord] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Recording:
     storages: list[Storage] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     kernel_ops: list[int] = field(default_factory=list)
-    workspaces: list[float] = field(default_factory=list)
+    kernels: list[Measured | None] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)
     backward_start: int = 0
     with_gradient: set[str] = field(default_factory=set)
@@ -83,6 +83,7 @@ class Recording:
     models: list[tuple[Any, Any]] = field(default_factory=list)
     copies: list[Any] = field(default_factory=list)
     repetitions: dict[str, Any] = field(default_factory=dict)
+    measured_at: dict[int, tuple[Measured, ...]] = field(default_factory=dict)
 
     def sequence(self) -> Sequence[tuple[object, ...]]:
         """Return what two runs must have in common to be compared: every operator and the names of its kernels."""

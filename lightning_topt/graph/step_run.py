@@ -71,19 +71,24 @@ class StepRun:
                     yield Prepared(copied, fake_batch(batch, samples=samples, device=self.device), mode=mode)
 
     def record(
-        self, batch: Any, *, samples: tuple[int, int] = (1, 1), unlike: set[Hashable] | None = None
+        self,
+        batch: Any,
+        *,
+        samples: tuple[int, int] = (1, 1),
+        unlike: set[Hashable] | None = None,
+        resizes: bool = False,
     ) -> tuple[nn.Module, Recording, int]:
         """Return the copy that ran, what it did with `batch`, and the bytes of this batch.
 
         With `unlike` calls of equal modules are left out and copied afterwards, but for those whose keys it holds; keys of
-        modules that turn out to differ are added.
+        modules that turn out to differ are added. One that `resizes` is of `PRIME` batches (see `one_recording`).
 
         Raises CaptureError, with `needs_values` where real tensors would help, or whatever the step itself raises.
         """
         while unlike is not None and not self.real and len(unlike) <= MAX_SURPRISES:
             recorder: list[Recorder] = []
             try:
-                copied, recording, size = self._record_once(batch, samples, unlike, recorder)
+                copied, recording, size = self._record_once(batch, samples, unlike, recorder, resizes)
                 return copied, expand(recording), size  # when all tensors of the step are gone
             except Surprise as surprise:
                 unlike.add(surprise.key)
@@ -91,10 +96,15 @@ class StepRun:
                 if not recorder or not recorder[0].recording.copies:
                     raise
                 break  # perhaps a consequence
-        return self._record_once(batch, samples, None, [])
+        return self._record_once(batch, samples, None, [], resizes)
 
     def _record_once(
-        self, batch: Any, samples: tuple[int, int], unlike: set[Hashable] | None, recorders: list[Recorder]
+        self,
+        batch: Any,
+        samples: tuple[int, int],
+        unlike: set[Hashable] | None,
+        recorders: list[Recorder],
+        resizes: bool,
     ) -> tuple[nn.Module, Recording, int]:
         try:
             with self.prepared(batch, samples=samples) as prepared:
@@ -104,7 +114,8 @@ class StepRun:
                 if unlike is not None and prepared.mode is not None:
                     alike = {path: key for path, key in self._equal_modules.items() if key not in unlike}
                     calls = RepeatedCalls(copied, prepared.mode, modules=alike)
-                recorders.append(recorder := Recorder(copied, leaves, backups=prepared.backups))
+                mode = prepared.mode if resizes else None
+                recorders.append(recorder := Recorder(copied, leaves, backups=prepared.backups, resizes=mode))
                 if calls is not None:
                     calls.install(recorder)
                 with recorder.forward(), self.forward_context(), inner:

@@ -21,6 +21,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.graph.blocks import block_of
+from lightning_topt.graph.capture import is_told_by_one
 from lightning_topt.graph.errors import WAY_OUT
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.graph.op_config import Replicate
@@ -158,6 +159,7 @@ class SplitModel:
                     second_batch=self.second_batch,
                     forward_context=self.forward_context,
                     device=self.device,
+                    one_recording=self._is_told_by_one,
                 )
             except ValueError as error:  # code that cannot run on slices
                 self._graphs[key], self._refusals[key] = None, _without_way_out(error)
@@ -165,6 +167,14 @@ class SplitModel:
                     alike = next((region for region in self._regions.all if error.module in region), [error.module])
                     self._not_joint.update(alike)
         return self._graphs[key]
+
+    @cached_property
+    def _is_told_by_one(self) -> bool:
+        if self.second_batch is not None:
+            return False
+        return is_told_by_one(
+            self.module, self.batch, self.graph, forward_context=self.forward_context, device=self.device
+        )
 
     def joint_layout(self, split: ModelSplit, prices: SplitPrices) -> SplitLayout | None:
         """Return `split` as far as its parameters are in modules that may run the batches of all ranks, but for those that were

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_topt.graph.capture import capture
 from lightning_topt.graph.fake import contiguous_stride, empty_fake
 from lightning_topt.graph.joint_module import JointModule
+from lightning_topt.graph.one_recording import TIMES, number_at
 from lightning_topt.graph.op_config import Placements, Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.structures import tensors_in
@@ -59,11 +60,13 @@ def capture_split(
     second_batch: Any | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
+    one_recording: bool = False,
 ) -> OpGraph:
     """Return the graph of the step that one rank of `axes` (without groups) runs, its parameters at `placements` by name, its
     blocks by `rules`. `batch` is that of one rank where `joint` modules run those of all ranks.
 
-    `like` is the graph of the whole step, which was captured from the same arguments under `trace`. Blocks, names and the
+    `like` is the graph of the whole step, which was captured from the same arguments under `trace`; with `one_recording` it is
+    one that `is_told_by_one`. Blocks, names and the
     fingerprint are as there; parameters have local shapes. Collectives along the axes are kernels where they run, which
     `TrainingStep` prices (`shown_collective`).
 
@@ -77,6 +80,7 @@ def capture_split(
     numbers = {number for call in trace.calls for number in numbers_in(call)} if joint else set()
     run = _SplitRun(placements, axes, rules.get("", PLAIN), by_block, joint, numbers)
     options = {"second_batch": second_batch, "batch_scaling": like.batch_scaling, "forward_context": forward_context}
+    options["one_recording"] = one_recording
     try:
         graph = capture(module, batch, **options, device=device, adapt=run.of, like=like)  # type: ignore[arg-type]
     except ValueError:
@@ -85,7 +89,7 @@ def capture_split(
         raise ValueError(
             f"module {run.under_way[-1] if run.under_way else ''!r} does not run with its parameters split: {error}; {_ADVICE}"
         ) from error
-    _check_results(run.results, trace.results())
+    _check_results(_in_second_batch(run.results), trace.results())
     return replace(graph, whole_model=like.fingerprint)
 
 
@@ -185,6 +189,14 @@ def _split(name: str, parameter: nn.Parameter, placements: Placements, axes: Ten
     with torch.no_grad():
         parameter.data = empty_fake(mode, like=(shape, stride, parameter.dtype, parameter.device))
     with_layout(parameter, layout)
+
+
+def _in_second_batch(results: Results) -> Results:
+    """The results with the samples of the second of two recordings, where there was one for both."""
+    return [
+        (path, tuple(tuple(number_at(TIMES[1], size) for size in shape) for shape in shapes))
+        for path, shapes in results
+    ]
 
 
 def _check_results(split: Results, whole: Results) -> None:

@@ -88,7 +88,7 @@ def capture(
                 input_bytes=(input_bytes, input_bytes),
             )
             return _finish(graph, step, batch, recording=recording, like=like)
-        if like is not None and one_recording and second_batch is None and not real:
+        if like is not None and one_recording and not real:
             found = _from_one_recording(step, batch, like)
             if found is not None:
                 return found

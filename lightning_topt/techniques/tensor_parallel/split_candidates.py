@@ -170,8 +170,6 @@ class SplitModel:
 
     @cached_property
     def _is_told_by_one(self) -> bool:
-        if self.second_batch is not None:
-            return False
         return is_told_by_one(
             self.module, self.batch, self.graph, forward_context=self.forward_context, device=self.device
         )

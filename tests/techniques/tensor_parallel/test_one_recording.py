@@ -173,3 +173,17 @@ def test_two_recordings_tell_where_one_does_not(recorded: list[int]) -> None:
     differences = [t.bytes for t in local.step.tensors if t.spec.shape == (3, 16)]
     assert differences
     assert {(amount.fixed, amount.per_sample) for amount in differences} == {(-64.0, 64.0)}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_one_recording_stands_for_two_batches_that_differ_in_their_first_dim(dim: int, recorded: list[int]) -> None:
+    module, trace, shapes = Step(nn.Linear(16, 64)), FunctionTrace(), ((4, 4, 16), [4, 4, 16])
+    shapes[1][dim] = 8
+    batch, second = (torch.zeros(*shape) for shape in shapes)
+    whole = capturing.capture(module, batch, second_batch=second, adapt=trace.of)
+    recorded.clear()
+    model = SplitModel(module, batch, whole, trace, second)
+    local = model.local_graph(model.candidates(prices(module, 2))[0], 2)
+    assert recorded == ([4 * PRIME, 4 * PRIME] if dim == 0 else [4 * PRIME, 4, 8])
+    assert local is not None
+    assert {tensor.spec.batch_dim for tensor in local.step.tensors if len(tensor.spec.shape) == 3} == {dim}

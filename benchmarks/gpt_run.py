@@ -16,7 +16,6 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from benchmarks.machine_speed import MachineSpeed
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.plugins.ddp_parts import destroy_process_group
@@ -83,7 +82,7 @@ def main() -> None:
         )
     else:
         strategy = DDPStrategy(gradient_as_bucket_view=True)
-    speed, monitor = MachineSpeed(), StepMonitor(warmup_steps=options.warmup)
+    monitor = StepMonitor(warmup_steps=options.warmup)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=options.devices,
@@ -95,7 +94,7 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[speed, monitor, Progress(options.out.with_suffix(".progress"))],
+        callbacks=[monitor, Progress(options.out.with_suffix(".progress"))],
     )
     model = ByteGPT(options.layers, options.hidden, options.heads, options.seq_len)
     trainer.fit(model, StdlibBytesDataModule(options.seq_len, options.batch_size, max_bytes=2_000_000))
@@ -117,7 +116,6 @@ def main() -> None:
         "step_seconds": monitor.measurement.median_step_seconds,
         "peak_bytes": max(p for p in monitor.measurement.peak_bytes_per_rank if p is not None),
         "steps": monitor.measurement.steps,
-        "speeds": speed.of_ranks,
     }
     options.out.write_text(json.dumps(result, indent=1))
 

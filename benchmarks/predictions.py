@@ -8,10 +8,6 @@ compressed gradients from a search that may compress. Plans on meshes with stage
 them, with the batch that gives all plans of a setting the same samples per step. Predictions are made before a job's steps,
 from what was measured of kernels and links alone. Regret: how much slower the chosen plan was than the fastest executed one
 that fits and that it could have been.
-
-A virtual machine changes its speed within seconds, and calibrations keep the fastest of what they measure. So every step is
-taken as if the machine had been fast, by products of one size that ranks time between steps (`machine_speed`); seconds of the
-clock are given beside.
 """
 
 from __future__ import annotations
@@ -19,19 +15,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, JobFailed, machine, run_gpt
+import numpy as np
+
+from benchmarks.common import RESULTS, JobFailed, machine, mib, run_gpt
 from benchmarks.lab import Lab, end_on_signals
 from benchmarks.lab_nodes import LabError
-from benchmarks.machine_speed import full_speed
-from benchmarks.predicted_rows import SEARCHED, WARMUP, Row, summary
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 from lightning_topt.plan.presets import PRESETS
 
@@ -41,7 +38,7 @@ COMPRESSED = ("topk", "bf16")
 SMALL = {"layers": 8, "hidden": 384, "heads": 6, "seq-len": 128, "batch-size": 4}
 LARGE = {"layers": 5, "hidden": 768, "heads": 12, "seq-len": 128, "batch-size": 4}
 # Plans that the job itself searches, by name: the mesh (data: of the ranks that are left), and what is given beside it.
-GIVEN: dict[str, dict[str, Any]] = {
+SEARCHED: dict[str, dict[str, Any]] = {
     "tensor": {"mesh": {"data": 0, "tensor": 2}},
     "stages of slices": {"mesh": {"pipeline": 2, "data": 0, "tensor": 2}},
     "sequence": {"preset": "tensor_sequence"},
@@ -79,6 +76,30 @@ SETTINGS = {
 }
 
 
+@dataclass(frozen=True)
+class Row:
+    """One plan: seconds and bytes, predicted and measured."""
+
+    setting: str
+    technique: str
+    plan: str
+    predicted: tuple[float, float]
+    measured: tuple[float, float]
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Shares by which predictions of seconds and bytes are off."""
+        seconds, size = (a / b - 1 for a, b in zip(self.predicted, self.measured, strict=True))
+        return seconds, size
+
+    def line(self) -> str:
+        """The row of the table."""
+        of_time, of_bytes = (f"{100 * error:+.1f} %" for error in self.errors)
+        seconds = f"{self.predicted[0]:.3f} | {self.measured[0]:.3f} | {of_time}"
+        sizes = f"{mib(self.predicted[1])} | {mib(self.measured[1])} | {of_bytes}"
+        return f"| {self.setting} | {self.technique} | {self.plan} | {seconds} | {sizes} |"
+
+
 def limits_of(frontier: PlanFrontier) -> list[float]:
     """The limits, which leave the smallest plan its margin."""
     sizes = sorted(point.peak_bytes for point in frontier.candidates)
@@ -107,7 +128,7 @@ def uniform_of(frontier: PlanFrontier, technique: str) -> PlanPoint:
 
 def searched_options(setting: Setting, technique: str) -> dict[str, Any]:
     """The options of the job that searches and runs `technique` with as many samples per step as all others."""
-    wanted = dict(GIVEN[technique])
+    wanted = dict(SEARCHED[technique])
     stale = wanted.get("schedule") == "continuous"
     options: dict[str, Any] = {"memory-limit": ROOM, "allow-staleness": int(stale)}
     if (preset := wanted.pop("preset", None)) is not None:
@@ -120,23 +141,24 @@ def searched_options(setting: Setting, technique: str) -> dict[str, Any]:
     return options
 
 
-def measure(name: str, setting: Setting, job: Job, techniques: Sequence[str]) -> list[Row]:
-    """Rows of one setting."""
+def measure(name: str, setting: Setting, job: Job, techniques: Sequence[str]) -> tuple[list[Row], list[float]]:
+    """Rows of one setting, and the regret at each limit."""
     rows: list[Row] = []
+    chosen: dict[float, Row] = {}
 
-    def add(row: Row) -> None:
+    def add(row: Row) -> Row:
         rows.append(row)
         print(row.line(), flush=True)
+        return row
 
     with tempfile.TemporaryDirectory() as folder:
         frontiers = {"": searched_frontier(job, Path(folder))}
         for limit in limits_of(frontiers[""]):
             result = job(**{"memory-limit": f"{limit / 2**20:.2f}MiB"})
-            add(replace(searched_row(name, SEARCHED, result), limit=limit))
+            chosen[limit] = add(searched_row(name, "searched", result))
         for technique in techniques:
-            if technique in GIVEN:
-                row = searched_row(name, technique, job(**searched_options(setting, technique)))
-                add(replace(row, is_same_program=False))
+            if technique in SEARCHED:
+                add(searched_row(name, technique, job(**searched_options(setting, technique))))
                 continue
             methods = ",".join(COMPRESSED) if ", " in technique else ""
             allowed = {"allow-compression": methods} if methods else {}
@@ -146,10 +168,8 @@ def measure(name: str, setting: Setting, job: Job, techniques: Sequence[str]) ->
             point.plan.save(file := Path(folder) / "plan.yaml")
             result = job(**{"memory-limit": ROOM, "plan": file, **allowed})
             measured = result["step_seconds"], result["peak_bytes"]
-            predicted = point.step_seconds, point.peak_bytes
-            row = Row(name, technique, point.plan.summary(), predicted, measured, result["speeds"])
-            add(replace(row, is_same_program=not methods))
-    return rows
+            add(Row(name, technique, point.plan.summary(), (point.step_seconds, point.peak_bytes), measured))
+    return rows, [*regrets(chosen, rows)]
 
 
 def searched_frontier(job: Job, folder: Path, **options: Any) -> PlanFrontier:
@@ -163,8 +183,55 @@ def searched_row(name: str, technique: str, result: Mapping[str, Any]) -> Row:
     """The row of a plan that the job has searched."""
     predicted = result["plan"]["predicted"]
     of_plan = predicted["step_seconds"], predicted["peak_bytes"]
-    measured = result["step_seconds"], result["peak_bytes"]
-    return Row(name, technique, result["summary"], of_plan, measured, result["speeds"])
+    return Row(name, technique, result["summary"], of_plan, (result["step_seconds"], result["peak_bytes"]))
+
+
+def regrets(chosen: Mapping[float, Row], rows: Sequence[Row]) -> list[float]:
+    """How much slower what is chosen within each limit was than the fastest executed plan that is predicted to fit and computes
+    the same in the same program: plans of a given mesh want one batch for several ranks.
+    """
+    others = (*SEARCHED, *(f"ddp, {name}" for name in COMPRESSED))
+    same = [row for row in rows if row.technique not in others]
+    found = []
+    for limit, own in chosen.items():
+        fitting = [row.measured[0] for row in same if 1.05 * row.predicted[1] <= limit]
+        found.append(own.measured[0] / min(fitting) - 1)
+    return found
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Rank correlation; ties get their mean rank."""
+    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    given = [*values]
+    return [sum(other < value for other in given) + (given.count(value) - 1) / 2 for value in given]
+
+
+def summary(rows: Sequence[Row], found_regrets: Sequence[float]) -> list[str]:
+    """Lines with the figures of all rows."""
+    by_setting: dict[str, list[Row]] = {}
+    for row in rows:
+        by_setting.setdefault(row.setting, []).append(row)
+    lines = [
+        f"- {len(rows)} plans, {len({row.technique for row in rows} - {'searched'})} techniques beside what is chosen"
+    ]
+    for index, what in enumerate(("time", "bytes")):
+        errors = [abs(row.errors[index]) for row in rows]
+        median, p90 = np.quantile(errors, (0.5, 0.9))
+        lines.append(f"- |error| of {what}: median {100 * median:.1f} %, 90th percentile {100 * p90:.1f} %")
+    ranks = {
+        name: spearman([r.predicted[0] for r in own], [r.measured[0] for r in own])
+        for name, own in by_setting.items()
+        if len(own) > 2
+    }
+    lines.append("- Spearman of times: " + ", ".join(f"{name}: {value:.2f}" for name, value in ranks.items()))
+    lines.append(
+        f"- regret at {len(found_regrets)} limits: median {100 * statistics.median(found_regrets):.1f} %, largest "
+        f"{100 * max(found_regrets):.1f} %"
+    )
+    return lines
 
 
 def job_of(setting: Setting, lab: Lab | None, steps: Mapping[str, int]) -> Job:
@@ -186,21 +253,22 @@ def main() -> None:
     parser.add_argument("--techniques", nargs="*", help="instead of those of a setting")
     options = parser.parse_args()
     rows: list[Row] = []
+    found_regrets: list[float] = []
     start = time.perf_counter()
     for name, setting in SETTINGS.items():
         if options.only not in name:
             continue
         techniques = setting.techniques if options.techniques is None else options.techniques
-        steps = {"steps": options.steps, "warmup": WARMUP}
+        steps = {"steps": options.steps, "warmup": 3}
         if setting.nodes == 1:
-            rows += measure(name, setting, job_of(setting, None, steps), techniques)
+            found = measure(name, setting, job_of(setting, None, steps), techniques)
         else:
             with Lab(setting.nodes, rate=options.rate) as lab:
-                rows += measure(name, setting, job_of(setting, lab, steps), techniques)
-    products = full_speed([row.speeds for row in rows])
-    rows = [row.at_full_speed(products) for row in rows]
-    figures = summary(rows, products)
-    print("\n".join([*figures, *(row.line() for row in rows)]))
+                found = measure(name, setting, job_of(setting, lab, steps), techniques)
+        rows += found[0]
+        found_regrets += found[1]
+    figures = summary(rows, found_regrets)
+    print("\n".join(figures))
     if options.only or options.techniques is not None:
         return
     lines = [
@@ -213,8 +281,8 @@ def main() -> None:
         "",
         *figures,
         "",
-        "| setting | technique | plan | predicted s | measured s | error | clock | predicted MiB | measured MiB | error |",
-        "|---" * 10 + "|",
+        "| setting | technique | plan | predicted s | measured s | error | predicted MiB | measured MiB | error |",
+        "|---" * 9 + "|",
         *(row.line() for row in rows),
     ]
     (RESULTS / "predictions.md").write_text("\n".join(lines) + "\n")

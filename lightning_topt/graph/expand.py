@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from lightning_topt.graph.kernels import Measured
 from lightning_topt.graph.observed_backward import ObservedBackward, check_alone
 from lightning_topt.graph.observed_calls import CopiedCall, Surprise, rename
-from lightning_topt.graph.recording import COPIED, Call, OpRecord, Recording, Shape, Storage
+from lightning_topt.graph.recording import COPIED, Call, OpRecord, Recording, Shape, Storage, changed
 
 
 def expand(recording: Recording) -> Recording:
@@ -34,7 +33,7 @@ class _Expansion:
         self.by_op = {copied.first_op + k: copied for copied in self.copies for k in range(len(copied.results))}
         check_alone(recording, self.by_op)
         self.ticks, self.ops = self._new_ticks(), self._new_ops()
-        self.new = {id(storage): replace(storage, parts=()) for storage in recording.storages}
+        self.new = {id(storage): changed(storage, parts=()) for storage in recording.storages}
         self.inside: list[dict[int, Storage]] = [self._copies_of_storages(copied) for copied in self.copies]
 
     def whole(self) -> Recording:
@@ -118,7 +117,7 @@ class _Expansion:
             elif died != math.inf:
                 died += forward_shift if is_forward and died <= model.ticks[1] else backward_shift
             shift = forward_shift if is_forward else backward_shift
-            inside[id(storage)] = replace(
+            inside[id(storage)] = changed(
                 storage,
                 born=storage.born + shift,
                 made=storage.made + shift,
@@ -223,7 +222,7 @@ class _Expansion:
         found: list[Call] = []
         for index, call in enumerate(self.old.calls):
             found.append(
-                replace(
+                changed(
                     call,
                     enter=self.ticks[call.enter],
                     exit=self.ticks[call.exit],
@@ -240,7 +239,7 @@ class _Expansion:
         inputs = zip(model.inputs, copied.inputs, strict=True)
         known = {**inside, **{id(a): self.new[id(b)] for a, b in inputs if a is not None and b is not None}}
         for call in self.old.calls[slice(*model.calls)]:
-            yield replace(
+            yield changed(
                 call,
                 path=rename(call.path, model.path, copied.path),
                 enter=call.enter + shift,
@@ -292,7 +291,7 @@ class _Expansion:
 
 def _renamed(op: OpRecord, copied: CopiedCall) -> OpRecord:
     model, own = copied.model, copied.path
-    return replace(
+    return changed(
         op,
         name=rename(op.name, model.path, own),
         stack=(*copied.outer, *(rename(path, model.path, own) for path in op.stack[model.depth :])),

@@ -1,4 +1,4 @@
-"""One recording of a step on fake tensors stands for two, with `sizes` samples.
+"""One recording of a step on fake tensors stands for two of other batch sizes.
 
 [Note: one recording] Its batch is `PRIME` times as large as the first. A size that is a multiple of `PRIME` follows the batch
 then, one of its square twice, and all others do not; strides, counts and bytes likewise. What this cannot tell (a part of a
@@ -8,8 +8,8 @@ step without changes (`capture.is_told_by_one`), for which two recordings are th
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_topt.graph.kernels import Measured, measure
-from lightning_topt.graph.recording import Recording, Shape, Storage
+from lightning_topt.graph.recording import Recording, Shape, Storage, changed
 
 PRIME = 1_048_583
 TIMES = 1, 2  # the two sizes, in batches
@@ -47,6 +47,7 @@ def number_at(times: int, number: Any) -> Any:
     return number
 
 
+@functools.lru_cache(maxsize=2**14)
 def shape_at(times: int, shape: Shape) -> Shape:
     """Return a shape likewise. Raises Unclear."""
     return tuple(size_at(times, size) for size in shape[0]), shape[1]
@@ -100,7 +101,7 @@ def recording_at(recording: Recording, place: int) -> Recording:
     saved_now: Counter[int] = Counter()
     new: dict[int, Storage] = {}
     for storage in recording.storages:
-        resized = replace(storage, bytes=number_at(times, storage.bytes), shape=shape_at(times, storage.shape))
+        resized = changed(storage, bytes=number_at(times, storage.bytes), shape=shape_at(times, storage.shape))
         new[id(storage)] = resized
         if storage.saved_by is not None:
             saved[storage.saved_by] += storage.bytes
@@ -108,7 +109,7 @@ def recording_at(recording: Recording, place: int) -> Recording:
     if any(saved[index] != op.saved_bytes for index, op in enumerate(recording.ops)):
         raise Unclear("bytes were saved that are in no tensor")
     ops = [
-        replace(
+        changed(
             op,
             outputs=[shape_at(times, shape) for shape in op.outputs],
             forward=[measured[id(kernel)][place] for kernel in op.forward],
@@ -118,10 +119,10 @@ def recording_at(recording: Recording, place: int) -> Recording:
         for index, op in enumerate(recording.ops)
     ]
     calls = [
-        replace(call, inputs=[new[id(storage)] for storage in call.inputs], outputs=[new[id(s)] for s in call.outputs])
+        changed(call, inputs=[new[id(storage)] for storage in call.inputs], outputs=[new[id(s)] for s in call.outputs])
         for call in recording.calls
     ]
-    return replace(
+    return changed(
         recording,
         ops=ops,
         edges={pair: shape_at(times, shape) for pair, shape in recording.edges.items()},

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -94,17 +94,19 @@ def meshes(cluster: Cluster, count: int) -> Iterator[Mesh]:
 def points_of(batch: PlanBatch) -> list[PlanPoint]:
     """Return the plans of `batch` with what they are predicted to cost."""
     step = batch.costs.step
-    placed, known = placed_tensors(step), dict[Any, OpConfig]()
+    placed, known = placed_tensors(step), dict[tuple[int, int], OpConfig]()
+    numbers: dict[Any, int] = {}
+    alike = {name: numbers.setdefault(tuple(entries.items()), len(numbers)) for name, entries in placed.items()}
 
-    def on_slices(config: OpConfig, entries: Mapping[str, Any]) -> OpConfig:
+    def on_slices(config: OpConfig, name: str) -> OpConfig:
         """Return one object for blocks that are split alike: what is said of it need not be checked for each of them."""
-        key = config, tuple(entries.items())
+        key = id(config), alike[name]
         if key not in known:
-            known[key] = replace(config, **entries)
+            known[key] = replace(config, **placed[name])
         return known[key]
 
     blocks = [
-        [BlockPlan(name, on_slices(c, placed[name]) if name in placed else c) for c in legal]
+        [BlockPlan(name, on_slices(c, name) if name in placed else c) for c in legal]
         for name, legal in batch.configs.items()
     ]
     found = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -90,8 +91,11 @@ def rows_of_tensor(
 
 
 def chunks_of(value: Any, split: SplitTensor | None) -> Any:
-    """Return `value` as the chunks of a whole tensor that it is, where it is a slice, or a shard of one, that is `split`."""
-    if split is None or not isinstance(value, Tensor) or tuple(value.shape) != split.local_shape:
+    """Return `value` as the chunks of a whole tensor that it is, where it is a slice, or a shard of one, that is `split`.
+
+    A fake tensor stays what it is: it cannot be of a class more, and there is nothing in it to write.
+    """
+    if split is None or not isinstance(value, Tensor) or tuple(value.shape) != split.local_shape or is_fake(value):
         return value
     if not isinstance(value, DTensor):
         return TensorChunks(value, spans=split.spans, whole=split.layout.shape)

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 
+from lightning_topt.graph.op_config import Placement, Shard
+
 
 class GPTBlock(nn.Module):
     """Pre-norm Transformer block."""
@@ -33,6 +35,17 @@ class GPTBlock(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
         x = x + self.drop(self.project(y.transpose(1, 2).reshape(batch, time, width)))
         return x + self.drop(self.down(self.act(self.up(self.norm2(x)))))
+
+
+# How Megatron-LM splits a GPTBlock over one axis (arXiv 1909.08053, section 3); what is not named is whole.
+MEGATRON_BLOCK: dict[str, Placement] = {
+    "qkv.weight": Shard(0, parts=3),
+    "qkv.bias": Shard(0, parts=3),
+    "project.weight": Shard(1),
+    "up.weight": Shard(0),
+    "up.bias": Shard(0),
+    "down.weight": Shard(1),
+}
 
 
 class GPT(L.LightningModule):

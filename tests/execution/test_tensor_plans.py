@@ -20,20 +20,12 @@ from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError
 from lightning_topt.plan.presets import PRESETS
 from lightning_topt.techniques.tensor_parallel.layout import layout_of
 from tests.launch import run_ranks
-from tests.models import GPT
+from tests.models import GPT, MEGATRON_BLOCK
 
 STEPS, BATCH, MICROBATCHES = 3, 8, 2
 CPU = torch.device("cpu")
 TENSOR = Mesh((Axis("tensor", 4),))
 BESIDE_DATA = Mesh((Axis("data", 2), Axis("tensor", 2)))
-OF_BLOCK = {
-    "qkv.weight": Shard(0, parts=3),
-    "qkv.bias": Shard(0, parts=3),
-    "project.weight": Shard(1),
-    "up.weight": Shard(0),
-    "up.bias": Shard(0),
-    "down.weight": Shard(1),
-}
 OF_REST = {"tokens.weight": Shard(0), "positions.weight": Shard(1), "head.weight": Shard(0)}
 CUBE = Mesh((Axis("data", 1), Axis("tensor_tokens", 2), Axis("tensor_rows", 2), Axis("tensor_columns", 1)))
 GATHERED = Mesh((Axis("data", 2), Axis("tensor_tokens", 2), Axis("tensor_rows", 1), Axis("tensor_columns", 1)))
@@ -89,7 +81,7 @@ def plan_of(layout: str) -> ParallelPlan:
                     recompute=preset.endswith("+"),
                     inputs=(border,) if name else (),
                     outputs=(border,) if name else (),
-                    parameters=in_cube(OF_BLOCK if name else OF_REST, mesh),
+                    parameters=in_cube(MEGATRON_BLOCK if name else OF_REST, mesh),
                     **common,
                 ),
             )
@@ -106,7 +98,7 @@ def plan_of(layout: str) -> ParallelPlan:
                 recompute=preset.endswith("+"),
                 inputs=border if name else (),
                 outputs=border if name else (),
-                parameters=placed(OF_BLOCK if name else OF_REST, mesh),
+                parameters=placed(MEGATRON_BLOCK if name else OF_REST, mesh),
                 sums=sums,
             ),
         )
@@ -221,7 +213,7 @@ def test_a_plan_trains_as_one_process(layout: str) -> None:
             torch.testing.assert_close(module[name], value, rtol=1e-4, atol=1e-6)
     if layout == "tensor axis alone":  # ranks hold their slices only
         whole = {name: p.numel() for name, p in Net().named_parameters()}
-        split = sum(count for name, count in whole.items() if name.endswith((*OF_BLOCK, *OF_REST)))
+        split = sum(count for name, count in whole.items() if name.endswith((*MEGATRON_BLOCK, *OF_REST)))
         assert {elements for *_, elements, _ in results} == {sum(whole.values()) - split + split // 4}
     _, state, module, after, _, again = results[0]
     assert all(torch.equal(state["module"][name], value) for name, value in module.items())

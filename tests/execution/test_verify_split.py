@@ -13,20 +13,12 @@ from lightning_topt.execution.held_bytes import KINDS
 from lightning_topt.execution.observed_step import rehearse_rank
 from lightning_topt.execution.verify_plan import verify_plan
 from lightning_topt.graph.mesh_axes import Axis, Mesh
-from lightning_topt.graph.op_config import OpConfig, Placement, Replicate, Shard
+from lightning_topt.graph.op_config import OpConfig, Replicate
 from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan
 from lightning_topt.plan.presets import PRESETS
-from tests.models import GPT, batch_for
+from tests.models import GPT, MEGATRON_BLOCK, batch_for
 
 LAYERS, WIDTH, SAMPLES, CONTEXT = 3, 64, 4, 8
-MEGATRON: dict[str, Placement] = {
-    "qkv.weight": Shard(0, parts=3),
-    "qkv.bias": Shard(0, parts=3),
-    "project.weight": Shard(1),
-    "up.weight": Shard(0),
-    "up.bias": Shard(0),
-    "down.weight": Shard(1),
-}
 SPLIT_ELEMENTS = (
     12 * WIDTH**2 + 7 * WIDTH
 )  # of a layer: four products, and the biases of the two that are split by columns
@@ -45,7 +37,7 @@ def megatron(data: int, tensor: int, preset: str) -> ParallelPlan:
     """Return a plan in which every layer is split as section 3 of arXiv 1909.08053 has it, the rest whole."""
     mesh = Mesh((Axis("data", data), Axis("tensor", tensor)))
     storage = PRESETS[preset].storage(mesh)
-    split = tuple((name, (Replicate(), placement)) for name, placement in MEGATRON.items())
+    split = tuple((name, (Replicate(), placement)) for name, placement in MEGATRON_BLOCK.items())
     blocks = [BlockPlan(f"blocks.{index}", OpConfig(storage, parameters=split)) for index in range(LAYERS)]
     return ParallelPlan.of_blocks([*blocks, BlockPlan("", OpConfig(storage))], mesh=mesh)
 

@@ -14,8 +14,8 @@ from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.techniques.tensor_parallel.model_splits import ModelSplit
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
-from tests.models import GPT, MLP
-from tests.techniques.tensor_parallel.test_split_search import GPT_BLOCK, short
+from tests.models import GPT, MEGATRON_BLOCK, MLP
+from tests.techniques.tensor_parallel.test_split_search import short
 from tests.techniques.tensor_parallel.traced import Step, prices, run, trace
 
 WIDTH, LAYERS = 256, 4
@@ -45,7 +45,7 @@ def test_the_blocks_of_a_group_are_split_alike(gpt: SplitModel) -> None:
     for split in gpt.candidates(costs(gpt)):
         by_block = split.by_block([block.name for block in gpt.graph.blocks])
         layers = [by_block[f"blocks.{index}"] for index in range(LAYERS)]
-        assert {name: placements for name, placements in layers[0]} == {n: (p,) for n, p in GPT_BLOCK.items()}
+        assert {name: placements for name, placements in layers[0]} == {n: (p,) for n, p in MEGATRON_BLOCK.items()}
         assert all(layer == layers[0] for layer in layers)
 
 

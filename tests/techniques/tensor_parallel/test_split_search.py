@@ -19,19 +19,11 @@ from lightning_topt.techniques.tensor_parallel.kinds_norms import NORM
 from lightning_topt.techniques.tensor_parallel.split_prices import SplitPrices
 from lightning_topt.techniques.tensor_parallel.split_search import search_splits
 from lightning_topt.techniques.tensor_parallel.split_walk import BlockSplit, price_split
-from tests.models import GPT, MLP, GPTBlock
+from tests.models import GPT, MEGATRON_BLOCK, MLP, GPTBlock
 from tests.techniques.tensor_parallel.traced import FAST, LlamaBlock, Step, prices, run, trace
 
 SLOW = replace(FAST, intra=Link(1e-4, 1e8))
 COLUMN, ROW = Shard(0), Shard(1)
-GPT_BLOCK = {
-    "qkv.weight": Shard(0, parts=3),
-    "qkv.bias": Shard(0, parts=3),
-    "project.weight": ROW,
-    "up.weight": COLUMN,
-    "up.bias": COLUMN,
-    "down.weight": ROW,
-}
 LLAMA_MLP = {"gate.weight": COLUMN, "up.weight": COLUMN, "down.weight": ROW}
 LLAMA_BLOCK = {"q.weight": COLUMN, "k.weight": COLUMN, "v.weight": COLUMN, "o.weight": ROW, **LLAMA_MLP}
 
@@ -129,7 +121,7 @@ def test_the_search_finds_what_trying_everything_finds(inner: nn.Module, batch: 
 @pytest.mark.parametrize(
     ("inner", "expected"),
     [
-        (GPTBlock(256, 8, 0.0), GPT_BLOCK),
+        (GPTBlock(256, 8, 0.0), MEGATRON_BLOCK),
         (LlamaBlock(256, hidden=768), LLAMA_BLOCK),
         (LlamaBlock(256, groups=8, hidden=768), LLAMA_BLOCK),
     ],
@@ -156,7 +148,7 @@ def test_slow_links_keep_all_whole_unless_memory_counts() -> None:
     found, _ = trace(module, torch.zeros(2, 4, 64))
     fastest, *_, least = of_block(found, prices(module, 2, cluster=SLOW))
     assert fastest.placements == {}
-    assert short(least.placements) == GPT_BLOCK
+    assert short(least.placements) == MEGATRON_BLOCK
 
 
 @pytest.mark.parametrize(
@@ -192,7 +184,7 @@ def test_dropout_is_dearer_where_its_tensor_is_split() -> None:
     for dropout in (0.0, 0.5):
         module = Step(GPTBlock(64, 8, dropout))
         found, _ = trace(module, torch.zeros(4, 8, 64))
-        fixed = {f"inner.{name}": placement for name, placement in GPT_BLOCK.items()}
+        fixed = {f"inner.{name}": placement for name, placement in MEGATRON_BLOCK.items()}
         costs = prices(module, 2)
         both = [price_split(found.calls, costs, placements) for placements in ({}, fixed)]
         assert both[0] is not None and both[1] is not None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -74,20 +75,26 @@ TRIED: dict[str, Make] = {
 
 
 def train(name: str, *, ranks: int, rates: Sequence[float], seeds: Sequence[int], steps: int) -> dict[str, Any]:
-    """Train one run for each of `rates` and `seeds`; curve of bits per byte, traffic as a share of dense."""
+    """Train one run for each of `rates` and `seeds`; curve of bits per byte, traffic as a share of dense.
+
+    What diverged has NaN from there on.
+    """
     torch.set_num_threads(1)
     model = Model()
     ranks = 1 if name == "dense" else ranks
     setting = methods.Setting(model, ranks, tuple(rates), steps)
     method = {**METHODS, **TRIED}[name](setting, torch.stack([model.initial(seed) for seed in seeds]))
     text, generators = Text.read(model), [np.random.default_rng(seed) for seed in seeds]
-    curve, start = [], time.perf_counter()
+    curve, start, going = [], time.perf_counter(), torch.ones(setting.runs, dtype=torch.bool)
     for step in range(steps):
         tokens = text.batch(generators, ranks=ranks, size=SEQUENCES // ranks)
         gradient = gradients(model, method.replicas(), tokens).view(setting.runs, ranks, -1)
+        going &= gradient.isfinite().flatten(1).all(1)
+        gradient[~going] = 0.0  # one that diverged stops; the others go on
         method.step(gradient, step, share=rate(step, steps))
         if (step + 1) % (steps // CURVE) == 0 or step + 1 == steps:
-            curve.append([step + 1, [round(v, 5) for v in bits_per_byte(model, method.consensus(), text)]])
+            bits = zip(bits_per_byte(model, method.consensus(), text), going.tolist(), strict=True)
+            curve.append([step + 1, [round(value, 5) if goes else math.nan for value, goes in bits]])
     seconds = time.perf_counter() - start
     return {"rates": list(rates), "seeds": list(seeds), "traffic": method.traffic, "curve": curve, "seconds": seconds}
 

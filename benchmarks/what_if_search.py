@@ -78,7 +78,8 @@ def main() -> None:
         "",
         machine(),
         f"- load average before the run: {os.getloadavg()[0]:.1f}",
-        "- whole commands, from the start of Python to the written files; one thread",
+        "- whole commands, from the start of Python to the written files; CPU of all processes, "
+        "bytes of the largest one; a process on each core searches where there are several scenarios, with one thread each",
         "",
         "| question | CPU s | s | peak GiB | scenarios with a plan | chosen |",
         "|---|---|---|---|---|---|",

@@ -27,7 +27,7 @@ from lightning_topt.plan.choose import fitting_points
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.scenario_report import plan_in_words
-from lightning_topt.plan.scenario_search import Found
+from lightning_topt.plan.scenario_search import Found, of_microbatches
 from lightning_topt.plan.scenarios import Scenario
 from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins.allowed_exchanges import AllowedExchanges
@@ -106,10 +106,11 @@ def run(config: DictConfig) -> None:
         )
     (at, *_), notes = search_all(searches, request, asked)
     ((_, search),) = searches
+    chosen = of_microbatches(search, at.chosen.accumulate)
     advice = _scale(at, search, request, asked, options)
-    advice += advise_bottleneck(at.search, at.chosen, at.frontier, limit=_limit(at, request))
+    advice += advise_bottleneck(chosen, at.chosen, at.frontier, limit=_limit(at, request))
     advice += advise_data(at.chosen, options.stalls)
-    advice += _exchange(at, search, request, options)
+    advice += _exchange(at, chosen, request, options)
     title = f"Advice on {search.graph.model or 'the model'}: {at.scenario}"
     notes = [f"The plan: {plan_in_words(at.chosen)}.", at.chosen.point.plan.reason, *notes]
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -121,7 +122,7 @@ def run(config: DictConfig) -> None:
 
 
 def _limit(at: Found, request: PlanRequest) -> float:
-    device = at.search.cluster.device.memory_bytes
+    device = at.scenario.cluster.device.memory_bytes
     return device if request.memory_limit is None else request.memory_limit
 
 
@@ -162,7 +163,7 @@ def _counts(devices: int) -> list[int]:
 
 def _exchange(at: Found, search: SearchRequest, request: PlanRequest, options: AdviceOptions) -> list[Advice]:
     size = float(sum(map(parameter_bytes, search.graph.parameters)))
-    points, why = _compressed(at, request)
+    points, why = _compressed(at, search, request)
     return [
         advise_servers(at.chosen, parameter_bytes=size),
         advise_compression(points, at=at.chosen, why_none=why),
@@ -170,12 +171,12 @@ def _exchange(at: Found, search: SearchRequest, request: PlanRequest, options: A
     ]
 
 
-def _compressed(at: Found, request: PlanRequest) -> tuple[list[PlanPoint], str]:
+def _compressed(at: Found, search: SearchRequest, request: PlanRequest) -> tuple[list[PlanPoint], str]:
     """Uniform plans with whole gradients that fit, compressed or not; why there are none."""
-    if at.search.mesh is not None or at.scenario.devices == 1:
+    if search.mesh is not None or at.scenario.devices == 1:
         return [], "it is for gradients that data ranks exchange, on a mesh that is not given"
     candidates = AllowedExchanges.read(True).candidates
-    asked = replace(at.search, exchanges=candidates, split=None, pipelines=None, stale=None, shards=False)
+    asked = replace(search, exchanges=candidates, split=None, pipelines=None, stale=None, shards=False)
     try:
         found = search_plans(asked)
     except ValueError as error:

@@ -34,17 +34,22 @@ def run_on_ranks(
         return _call(function, kind, local_rank, num_nodes, arguments, init_method="env://")
     with tempfile.TemporaryDirectory() as folder:
         start: Any = mp.start_processes  # type: ignore[attr-defined]
-        # CUDA cannot be used in a forked process, nor, in its builds of torch, autograd once this process has used it (for the
-        # capture); on the CPU forking saves seconds of imports.
-        fork = kind == "cpu" and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
         start(
             _rank,
             args=(function, kind, devices, threads, folder, arguments),
             nprocs=devices,
-            start_method="fork" if fork else "spawn",
+            start_method=start_method(kind),
         )
         result: T = pickle.loads((Path(folder) / "result").read_bytes())
         return result
+
+
+def start_method(kind: str) -> str:
+    """Return how processes are started that use devices of this `kind` (``"cpu"`` or ``"cuda"``): ``"fork"`` or ``"spawn"``."""
+    # CUDA cannot be used in a forked process, nor, in its builds of torch, autograd once this process has used it (for the
+    # capture); on the CPU forking saves seconds of imports.
+    fork = kind == "cpu" and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    return "fork" if fork else "spawn"
 
 
 def _device_kind(accelerator: str, devices: int) -> str:

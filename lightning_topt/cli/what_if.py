@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.basics.units import parse_seconds
+from lightning_topt.cli.parallel_search import most_processes, outcomes_of
 from lightning_topt.cli.plan_report import report_plan
 from lightning_topt.cli.plan_setup import Asked, PlanSetup
 from lightning_topt.cli.searched_meshes import SearchedMeshes
@@ -32,7 +33,7 @@ from lightning_topt.plan.choose_scenario import (
     unpriced,
 )
 from lightning_topt.plan.scenario_report import print_scenarios, save_scenarios
-from lightning_topt.plan.scenario_search import Found, search_scenario
+from lightning_topt.plan.scenario_search import Found, of_microbatches, search_scenario
 from lightning_topt.plan.scenarios import Scenario, Work
 from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins.plan_request import PlanRequest
@@ -47,12 +48,15 @@ _CHOICES = ("clusters", "batch_size", "seq_len", "accumulate")
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A `WhatIf` is what is asked: choices, what a run takes, and limits; None: as it is."""
+    """A `WhatIf` is what is asked: choices, what a run takes, and limits; None: as it is. `processes` search (None: one on each
+    core).
+    """
 
     batch_sizes: tuple[int, ...] | None = None
     seq_lens: tuple[int, ...] | None = None
     clusters: tuple[str, ...] | None = None
     accumulate: tuple[int, ...] | None = None
+    processes: int | None = None
     spot: bool | None = False
     work: Work | None = None
     limits: Limits = field(default_factory=Limits)
@@ -73,6 +77,7 @@ class WhatIf:
             _wholes(config.seq_len, name="seq_len"),
             _texts(config.get("clusters")),
             _wholes(config.accumulate, name="accumulate"),
+            None if config.processes is None else check_whole(config.processes, name="processes"),
             spot,
             Work(**{k: check_real(v, name=f"work.{k}", positive=True) for k, v in work.items()}) if work else None,
             Limits(**{name: _limit(name, value) for name, value in limits.items()}),
@@ -109,8 +114,11 @@ def run(config: DictConfig) -> None:
         save_scenarios(folder, shown, estimates, None, limits=asked.limits, reason="", notes=notes)
         raise
     best = next(each for each in found if each.chosen is chosen)
+    (search, *_) = (
+        search for scenario, search in searches if scenario == dataclasses.replace(best.scenario, spot=False)
+    )
     console = Console()
-    _report_best(best, request, folder, notes=notes)
+    _report_best(best, of_microbatches(search, chosen.accumulate), request, folder, notes=notes)
     save_scenarios(folder, shown, estimates, chosen, limits=asked.limits, reason=reason, notes=notes)
     print_scenarios(estimates, chosen, limits=asked.limits, console=console)
     for line in (reason, *notes, f"run folder: {folder}"):
@@ -121,10 +129,10 @@ def _name(estimate: Any) -> str:
     return str(estimate.scenario.cluster.name)
 
 
-def _report_best(best: Found, request: PlanRequest, folder: Path, *, notes: list[str]) -> None:
+def _report_best(best: Found, search: SearchRequest, request: PlanRequest, folder: Path, *, notes: list[str]) -> None:
     best.frontier.save(folder / "frontier.json")
-    planning = Planning(best.frontier, best.chosen.point, best.search.graph)
-    report_plan(planning, best.search, memory_limit=request.memory_limit, folder=folder, notes=notes, ends=False)
+    planning = Planning(best.frontier, best.chosen.point, search.graph)
+    report_plan(planning, search, memory_limit=request.memory_limit, folder=folder, notes=notes, ends=False)
     if best.chosen.accumulate > 1:
         Console().print(
             f"A step has {best.chosen.accumulate} micro-batches: trainer.accumulate_grad_batches={best.chosen.accumulate}.",
@@ -139,26 +147,26 @@ def search_all(
 
     Raises the first error where no scenario has a plan.
     """
-    found: list[Found] = []
-    notes: list[str] = []
-    first_error: ValueError | None = None
+    outcomes: dict[int, Found | ValueError] = {}
+    processes = asked.processes or most_processes(len(searches))
+    search = functools.partial(_search, request, asked)
+    coming = outcomes_of(
+        search, searches, processes=min(processes, len(searches))
+    )  # forks, so before any thread of the bar
     with _progress(show=len(searches) > 1) as progress:
-        task = progress.add_task("searching", total=len(searches))
-        for scenario, search in searches:
-            progress.update(task, description=f"{scenario.devices} x {scenario.cluster.name}")
-            try:
-                found.append(_search(scenario, search, request, asked))
-            except ValueError as error:  # this one alone has no plan, or none that fits
-                first_error = first_error or error
-                notes.append(f"Left out: {scenario}: {error}")
-            progress.advance(task)
+        for index, outcome in progress.track(coming, total=len(searches), description="searching"):
+            outcomes[index] = outcome
+    each = [(scenario, outcomes[index]) for index, (scenario, _) in enumerate(searches)]
+    # A scenario alone may have no plan, or none that fits.
+    errors = [(scenario, outcome) for scenario, outcome in each if isinstance(outcome, ValueError)]
+    found = [outcome for _, outcome in each if not isinstance(outcome, ValueError)]
     if not found:
-        assert first_error is not None
-        raise first_error
-    return _with_spot(found, asked), notes
+        raise errors[0][1]
+    return _with_spot(found, asked), [f"Left out: {scenario}: {error}" for scenario, error in errors]
 
 
-def _search(scenario: Scenario, search: SearchRequest, request: PlanRequest, asked: WhatIf) -> Found:
+def _search(request: PlanRequest, asked: WhatIf, of: tuple[Scenario, SearchRequest]) -> Found:
+    scenario, search = of
     check_world_size(search.cluster, world_size=scenario.devices)
     return search_scenario(
         search,

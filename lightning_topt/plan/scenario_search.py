@@ -20,13 +20,12 @@ _MOST_SHOWN = 100  # of a frontier
 @dataclass(frozen=True)
 class Found:
     """`Found` is what a search of a scenario found: `estimates` of its frontiers, one for each number of micro-batches, thinned
-    out; the chosen one, its frontier and its request.
+    out; the chosen one and its frontier.
     """
 
     scenario: Scenario
     estimates: tuple[Estimate, ...]
     chosen: Estimate
-    search: SearchRequest
     frontier: PlanFrontier
     facts: ModelFacts
 
@@ -57,7 +56,7 @@ def search_scenario(
     """
     limit = request.cluster.device.memory_bytes if memory_limit is None else memory_limit
     facts = ModelFacts.of(request.graph, request.optimizer, request.cluster)
-    best: tuple[Estimate, SearchRequest, PlanFrontier] | None = None
+    best: tuple[Estimate, PlanFrontier] | None = None
     shown: list[Estimate] = []
     unfit: NoPlanFitsError | None = None
     by, before = _peak if objective == "memory" else _time, math.inf
@@ -84,13 +83,20 @@ def search_scenario(
             unfit = none
             continue
         if best is None or by(chosen) < by(best[0]):
-            best = chosen, asked, frontier
+            best = chosen, frontier
         stopped |= accumulate is None and count > 1 and by(chosen) >= before
         before = by(chosen) if count > 1 else math.inf  # the first one has stages to choose from too
     if best is None:
         assert unfit is not None
         raise unfit
     return Found(scenario, tuple(shown), *best, facts)
+
+
+def of_microbatches(request: SearchRequest, count: int) -> SearchRequest:
+    """Return what is searched for one of `count` micro-batches of `request`."""
+    if count == 1:
+        return request
+    return replace(request, global_batch_size=request.global_batch_size // count, pipelines=None, stale=None)
 
 
 def _time(each: Estimate) -> float:
@@ -116,7 +122,7 @@ def _requests(request: SearchRequest, accumulate: Sequence[int] | None) -> Itera
         if count == 1:
             yield 1, request
         elif request.pipelines is None or not request.pipelines.is_given:
-            plain = replace(request, global_batch_size=batch // count, pipelines=None, stale=None)
+            plain = of_microbatches(request, count)
             if accumulate or request.mesh is not None or count == counts[-1]:
                 yield count, plain
             elif batch // count >= devices:

@@ -64,6 +64,18 @@ def test_several_clusters_counts_and_batches(tmp_path: Path, capsys: pytest.Capt
     assert "the cheapest of" in printed and "times may be off by" in printed and "(spot)" in printed
 
 
+def test_searches_side_by_side_find_what_one_process_does(tmp_path: Path) -> None:
+    arguments = ["cluster=[a100_8x8,h100_2x8]", "device_counts=[8,32]", "batch_size=[32,64]", "accumulate=1"]
+    for processes in (1, 3):
+        (tmp_path / str(processes)).mkdir()
+        command("plan", tmp_path / str(processes), *arguments, f"processes={processes}")
+    alone, together = (record(tmp_path / str(processes)) for processes in (1, 3))
+    assert len(best(tmp_path / "3")) == 6 and len(together["notes"]) == 2
+    assert together == alone
+    plans = [ParallelPlan.load(tmp_path / str(processes) / "plan.yaml") for processes in (1, 3)]
+    assert plans[0] == plans[1]
+
+
 def test_lengths_are_captured_one_by_one(tmp_path: Path) -> None:
     command(
         "plan", tmp_path, "cluster=a100_8x8", "device_counts=[8]", "batch_size=32", "seq_len=[32,64]", "work.tokens=1e9"
@@ -99,6 +111,7 @@ def test_all_devices_of_a_cluster_where_only_a_batch_is_given(tmp_path: Path) ->
         (["objective=speed"], ValueError, "objective must be one of time, memory, devices, throughput, money"),
         (["batch_size=0"], ValueError, "batch_size is at least 1"),
         (["batch_size=[]"], ValueError, "the list is empty"),
+        (["processes=0"], ValueError, "processes is at least 1"),
         (["batch_size=12"], ValueError, "cannot be divided evenly over 8 devices"),
         (["spot=maybe"], ValueError, r"spot is true, false or null \(both\)"),
         (["device_counts=[512]"], ValueError, "512.*64"),

@@ -115,12 +115,14 @@ def test_data_and_the_least_cache() -> None:
         MeasuredStalls.read({"costs": {}})
 
 
-def searched(machines: Cluster, *, pipelines: PipelineRequest | None = None, count: int = 4) -> Found:
+def searched(
+    machines: Cluster, *, pipelines: PipelineRequest | None = None, count: int = 4
+) -> tuple[Found, SearchRequest]:
     module, tokens = GPT(layers=4, width=64, context=32), torch.zeros(2, 32, dtype=torch.long)
     optimizer = read_optimizer([module.configure_optimizers()], named_parameters=module.named_parameters())
     graph = capture(module, (tokens, tokens))
     request = SearchRequest(graph, machines, optimizer, (count,), 16, pipelines=pipelines)
-    return search_scenario(request, Scenario(machines, count, 16), accumulate=(1,), memory_limit=1e12)
+    return search_scenario(request, Scenario(machines, count, 16), accumulate=(1,), memory_limit=1e12), request
 
 
 MACHINES = Cluster(
@@ -141,38 +143,38 @@ SLOW = {
 
 @pytest.mark.parametrize("resource", SLOW)
 def test_the_slow_resource_is_the_bottleneck(resource: str) -> None:
-    found = searched(SLOW[resource])
-    speed, memory = advise_bottleneck(found.search, found.chosen, found.frontier, limit=1e12)
+    found, search = searched(SLOW[resource])
+    speed, memory = advise_bottleneck(search, found.chosen, found.frontier, limit=1e12)
     assert speed.advice.startswith(f"The {resource}") and 0.3 < speed.value <= 1.01
     assert speed.table[0]["twice as fast"] == resource and memory.value == 0
 
 
 def test_gains_are_those_of_the_same_plan_on_faster_machines() -> None:
-    found = searched(SLOW["network between nodes"])
-    plan, machines = found.chosen.point.plan, found.search.cluster
+    found, search = searched(SLOW["network between nodes"])
+    plan, machines = found.chosen.point.plan, search.cluster
     faster = RESOURCES["network between nodes"](machines)
     assert faster.inter == Link(5e-7, 2e5)
-    now, then = (seconds_on(found.search, plan, each) for each in (machines, faster))
+    now, then = (seconds_on(search, plan, each) for each in (machines, faster))
     assert now == pytest.approx(found.chosen.step_seconds)
-    assert gains(found.search, plan, machines)["network between nodes"] == pytest.approx(now / then - 1)
+    assert gains(search, plan, machines)["network between nodes"] == pytest.approx(now / then - 1)
 
 
 def test_pipelines_and_several_kinds_of_nodes_have_bottlenecks_too() -> None:
     nodes = [NodeType(MACHINES.device, 2), NodeType(replace(MACHINES.device, flops={"float32": 1e9}), 2)]
     mixed = Cluster.of_nodes(nodes, intra=MACHINES.intra, name="mixed", inter=MACHINES.inter)
-    found = searched(mixed, pipelines=PipelineRequest(ranks=4, microbatches=4))
+    found, search = searched(mixed, pipelines=PipelineRequest(ranks=4, microbatches=4))
     plan = found.chosen.point.plan
     assert plan.schedule is not None
-    assert seconds_on(found.search, plan, mixed) == pytest.approx(found.chosen.step_seconds)
-    assert max(gains(found.search, plan, mixed).values()) > 0.2
+    assert seconds_on(search, plan, mixed) == pytest.approx(found.chosen.step_seconds)
+    assert max(gains(search, plan, mixed).values()) > 0.2
 
 
 def test_compression_is_worth_it_on_a_slow_network_alone() -> None:
     slow = replace(MACHINES.device, flops={"float32": 1e8})
     fast = replace(MACHINES, device=slow)
     for machines, worth in ((SLOW["network between nodes"], True), (fast, False)):
-        found = searched(machines)
-        request = replace(found.search, exchanges=(BF16(), TopK(density=0.01)))
+        found, search = searched(machines)
+        request = replace(search, exchanges=(BF16(), TopK(density=0.01)))
         points = [p for p in search_plans(request).candidates if p.plan.keeps_gradients_whole]
         advice = advise_compression(points, at=found.chosen)
         assert ("worth allowing (strategy.allow_compression=true)" in advice.advice) == worth, advice

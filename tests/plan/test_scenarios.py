@@ -174,7 +174,7 @@ def test_more_micro_batches_where_memory_is_short() -> None:
     least = min(p.peak_bytes for p in free.frontier.candidates)
     short = search_scenario(request, scenario, memory_limit=0.8 * least)
     assert short.chosen.accumulate > 1 and short.chosen.peak_bytes * 1.05 <= 0.8 * least
-    assert short.search.global_batch_size * short.chosen.accumulate == 64
+    assert short.chosen.point.plan.batch_size * 2 * short.chosen.accumulate == 64
     assert short.chosen.step_seconds > free.chosen.step_seconds
     with pytest.raises(NoPlanFitsError):
         search_scenario(request, scenario, memory_limit=0.8 * least, accumulate=(1,))

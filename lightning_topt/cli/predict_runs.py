@@ -58,15 +58,15 @@ def predict_runs(folder: Path, cluster: Cluster | None, *, save: Path | None, co
     for run in runs:
         by_machine.setdefault(run.machine, []).append(run)
     for machine, those in by_machine.items():
-        _print_runs(machine, those, console)
+        _print_runs(machine, those, folder, console)
     if save is None:
         return
     if cluster is None:
         raise ValueError(
             "save_cluster is for a cluster with corrected constants: say which, cluster=NAME or cluster_file=FILE"
         )
-    own = next((those for machine, those in by_machine.items() if machine.startswith(f"{cluster.name} on ")), None)
-    if own is None:
+    own = [run for run in runs if run.machine.startswith(f"{cluster.name} on ")]
+    if not own:
         raise ValueError(f"no run below {folder} is on {cluster.name!r}: they are on {', '.join(sorted(by_machine))}")
     save.parent.mkdir(parents=True, exist_ok=True)
     corrected(cluster, own).save(save)
@@ -161,14 +161,14 @@ def _bytes_error(runs: Sequence[RecordedRun]) -> ErrorFigure | None:
     return ErrorFigure.of(*zip(*pairs, strict=True)) if pairs else None
 
 
-def _print_runs(machine: str, runs: Sequence[RecordedRun], console: Console) -> None:
+def _print_runs(machine: str, runs: Sequence[RecordedRun], folder: Path, console: Console) -> None:
     table = Table("run", "predicted", "measured", "error", "peak predicted", "measured", "error", title=machine)
     for column in table.columns[1:]:
         column.justify = "right"
     for run in runs[-SHOWN:]:
         size = run.measured_bytes
         table.add_row(
-            str(run.path.parent),
+            str(run.path.parent.relative_to(folder)),
             *(format_seconds(run.predicted), format_seconds(run.measured), _error(run.predicted, run.measured)),
             *(format_bytes(run.predicted_bytes), "-" if size is None else format_bytes(size)),
             "" if size is None else _error(run.predicted_bytes, size),

@@ -28,7 +28,7 @@ from lightning_topt.costs.measured_links import collective_timers, curve, fit_li
 from lightning_topt.costs.node_types import Link
 from lightning_topt.costs.page_faults import measure_page_faults
 from lightning_topt.costs.ranks import average, world_size
-from lightning_topt.costs.repetition import repeat_parts
+from lightning_topt.costs.repetition import fastest, repeat_parts, usual
 from lightning_topt.costs.timing import synchronize, time_call
 from lightning_topt.graph.kernels import make_call
 from lightning_topt.graph.op_graph import Kernel, OpGraph
@@ -55,9 +55,9 @@ def calibrate(
     matrix products. Each other kind of group that a mesh of these ranks can have (`mesh_groups`; two ranks have none) takes
     a sixth of the time more, all groups of a kind at once. Each part is measured in two halves, with all the others between
     them. Where a time of the halves differs by more than 20 %, that part is measured again, until 1.4 times the time is
-    over; of all rounds the fastest counts (`repeat_parts`). `num_nodes` is how many machines the ranks are on. The least
-    that is measured takes longer than that over slow links. With `datagrams` loss, round trip and rate of these are measured
-    too, which takes a third of the time more.
+    over; of all rounds the fastest counts, of collectives the median (`repetition`). `num_nodes` is how many machines the
+    ranks are on. The least that is measured takes longer than that over slow links. With `datagrams` loss, round trip and
+    rate of these are measured too, which takes a third of the time more.
 
     Raises ValueError unless the ranks can be spread evenly over that many nodes.
     """
@@ -73,8 +73,9 @@ def calibrate(
     parts: dict[Any, Callable[[], Mapping[Any, float]]] = dict(device_timers(device, budget_seconds=0.35 * half))
     with process_groups(groups) as made:
         timers = collective_timers(made, ops=collectives, device=device, budgets=budgets)
-        times = repeat_parts(parts | timers, seconds_left=lambda: average([deadline - time.perf_counter()])[0])
-    curves = {key: curve(times[key]) for key in timers}
+        rounds = repeat_parts(parts | timers, seconds_left=lambda: average([deadline - time.perf_counter()])[0])
+    times = {name: fastest(rounds[name]) for name in parts}
+    curves = {key: curve(usual(rounds[key])) for key in timers}
     inter = fit_link(curves, Group(num_nodes, local))
     intra = fit_link(curves, Group(local)) if local > 1 else inter
     if datagrams:

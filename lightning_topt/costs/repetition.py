@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -9,17 +10,16 @@ _AGREE = 1.2  # two times are the same within this factor
 _MAX_ROUNDS = 5
 
 Part = TypeVar("Part", bound=Hashable)
-Times = Mapping[Any, float]  # seconds by what was measured; less is better
+Times = Mapping[Any, float]  # seconds by what was measured
 
 
 def repeat_parts(
     parts: Mapping[Part, Callable[[], Times]], *, seconds_left: Callable[[], float]
-) -> dict[Part, dict[Hashable, float]]:
-    """Measure every part in two halves, one after all others; repeat those whose two fastest rounds differ; keep the fastest.
+) -> dict[Part, list[Times]]:
+    """Return the rounds of every part: measured in two halves, one after all others, and again while the two fastest differ.
 
     Two rounds differ when a time in one is more than 20 % above the same time in the other. There are at most five rounds,
-    and no more when `seconds_left` returns less than 0. Of each time the least is kept: other programs can only make a
-    measurement slower.
+    and no more when `seconds_left` returns less than 0. `fastest` and `usual` make one time of them.
 
     All ranks must get the same times and seconds (`ranks.average`), as they then repeat the same parts.
     """
@@ -33,7 +33,7 @@ def repeat_parts(
             break
         for name in again:
             rounds[name].append(parts[name]())
-    return {name: fastest(times) for name, times in rounds.items()}
+    return rounds
 
 
 def agree(rounds: Sequence[Times]) -> bool:
@@ -43,9 +43,18 @@ def agree(rounds: Sequence[Times]) -> bool:
 
 
 def fastest(rounds: Sequence[Times]) -> dict[Hashable, float]:
-    """Return the least of every time."""
-    found: dict[Hashable, float] = {}
+    """Return the least of every time: for work on one device, which other programs can only make slower."""
+    return _of_each(rounds, min)
+
+
+def usual(rounds: Sequence[Times]) -> dict[Hashable, float]:
+    """Return the median of every time: for what varies by itself, such as how long ranks wait for one another."""
+    return _of_each(rounds, statistics.median)
+
+
+def _of_each(rounds: Sequence[Times], choose: Callable[[list[float]], float]) -> dict[Hashable, float]:
+    found: dict[Hashable, list[float]] = {}
     for times in rounds:
         for key, seconds in times.items():
-            found[key] = min(seconds, found.get(key, seconds))
-    return found
+            found.setdefault(key, []).append(seconds)
+    return {key: choose(seconds) for key, seconds in found.items()}

@@ -93,7 +93,7 @@ def test_a_plan_of_another_model(topt, tmp_path):
 # ---- recorded runs -------------------------------------------------------------------------------------------------------
 
 
-def record(folder, number, *, compute, communication, measured, cluster="lab", peak=1.02):
+def record(folder, number, *, compute, communication, measured, cluster="lab", peak=1.02, ranks=2):
     """A run.json of a run whose memory was `peak` times what was predicted."""
     predicted = {
         "step_seconds": compute + communication,
@@ -103,7 +103,7 @@ def record(folder, number, *, compute, communication, measured, cluster="lab", p
     }
     run = {
         "schema_version": 1,
-        "world_size": 2,
+        "world_size": ranks,
         "device": "cpu",
         "plan": {"cluster": cluster},
         "predicted": predicted,
@@ -145,6 +145,18 @@ def test_recorded_runs_are_compared_and_corrected(topt, runs, tmp_path):
     assert better.accuracy.bytes.median == pytest.approx(0.02, rel=0.05) and better.accuracy.bytes.runs == 6
     code, output = topt("plan", "data.batch_size=8", f"strategy.cluster={saved}")
     assert code == 0 and "half of 6 runs within" in output
+
+
+def test_a_cluster_learns_from_its_runs_on_any_number_of_ranks(topt, tmp_path):
+    folder, saved = tmp_path / "outputs", tmp_path / "better.yaml"
+    for number in range(6):
+        ranks = 2 if number < 2 else 4
+        record(folder, number, compute=1.0 + number, communication=0.0, measured=1.2 * (1.0 + number), ranks=ranks)
+    Cluster("lab", Device("d", 10**9, {"float32": 1.2e12}, 1.2e11), 2, 1, Link(0.0, 1.0)).save(tmp_path / "lab.yaml")
+    code, output = topt("predict", f"runs={folder}", f"cluster_file={tmp_path}/lab.yaml", f"save_cluster={saved}")
+    assert code == 0 and "lab on 2 cpu rank(s)" in output and "lab on 4 cpu rank(s)" in output
+    assert str(folder) not in output.partition("cluster: ")[0]  # runs are named as below the folder
+    assert Cluster.load(saved).accuracy.seconds.runs == 6
 
 
 def test_runs_by_machine(runs):

@@ -1,5 +1,6 @@
 import os
 import random
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -7,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_topt.costs import measured_links
 from lightning_topt.costs.calibrate import USUAL_COLLECTIVES, calibrate, measure_kernels
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.collective_curves import COLLECTIVES
 from lightning_topt.costs.groups import Group, mesh_groups, ranks_of_groups
-from lightning_topt.costs.measured_links import collective_timers, fit_link, process_groups
+from lightning_topt.costs.measured_links import collective_timers, curve, fit_link, process_groups, time_all_reduce
 from lightning_topt.graph.kernels import encode_arguments
 from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph, Step
 from tests.launch import run_ranks
@@ -45,9 +47,9 @@ def test_two_ranks_measure_the_same_sane_cluster():
     assert data == other and kernels == other_kernels
     cluster = Cluster.from_dict(data)
     assert set(cluster.collectives) == {(op, 2, 1) for op in USUAL_COLLECTIVES}
-    for curve in cluster.collectives.values():
-        assert len(curve.sizes) >= 2
-        assert all(0 < a <= b < 10 for a, b in zip(curve.seconds, curve.seconds[1:], strict=False))
+    for found in cluster.collectives.values():
+        assert len(found.sizes) >= 2
+        assert all(0 < a <= b < 10 for a, b in zip(found.seconds, found.seconds[1:], strict=False))
     assert 1e8 < cluster.device.flops["float32"] < 1e14
     assert 1e8 < cluster.device.memory_bandwidth < 1e13
     assert 0 < cluster.device.op_overhead_seconds < 1e-3
@@ -103,6 +105,30 @@ def test_several_ranks_on_two_nodes_measure_the_link_inside_too():
         fit_link(cluster.collectives, group) for group in groups[1:]
     ]
     assert all(link.datagrams is not None and link.datagrams.bandwidth > 1e5 for link in links)
+
+
+def test_a_curve_never_falls():
+    assert curve({1e3: 1.0, 1e6: 4.0, 1e4: 2.0}).seconds == (1.0, 2.0, 4.0)
+    falling = curve({1e3: 1.0, 1e4: 4.0, 1e5: 1.0, 1e6: 9.0})
+    assert falling.sizes == (1e3, 1e4, 1e5, 1e6) and falling.seconds == pytest.approx((1.0, 2.0, 2.0, 9.0))
+    assert curve({1.0: 8.0, 2.0: 2.0, 3.0: 0.5}).seconds == pytest.approx((2.0, 2.0, 2.0))
+
+
+def late_on_rank(rank):
+    """One rank comes 20 ms late to every exchange, as by its work before: seconds with that, and without."""
+    late = (lambda: time.sleep(0.02)) if rank else (lambda: None)
+    make = measured_links._products
+    without = time_all_reduce(4096, device=torch.device("cpu"))
+    measured_links._products = lambda device, count: late
+    try:
+        return without, time_all_reduce(4096, device=torch.device("cpu"))
+    finally:
+        measured_links._products = make
+
+
+def test_an_exchange_counts_what_ranks_wait_for_one_another():
+    (without, late), others = run_ranks(late_on_rank, 2)
+    assert (without, late) == others and late >= 0.5 * 0.02  # the rank that came first waited, the other did not
 
 
 def timers_on_rank(rank):

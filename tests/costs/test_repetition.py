@@ -1,8 +1,8 @@
-"""Measurements are repeated until the two fastest rounds agree, and the fastest counts."""
+"""Measurements are repeated until the two fastest rounds agree; the fastest counts, or the median."""
 
 from __future__ import annotations
 
-from lightning_topt.costs.repetition import repeat_parts
+from lightning_topt.costs.repetition import fastest, repeat_parts, usual
 
 
 def part(*rounds, order=None, name=""):
@@ -20,7 +20,9 @@ def part(*rounds, order=None, name=""):
 def test_halves_that_agree_are_enough_and_have_all_other_parts_between_them():
     order = []
     parts = {name: part(1.0, 1.1, order=order, name=name) for name in "ab"}
-    assert repeat_parts(parts, seconds_left=lambda: 1.0) == {"a": {"t": 1.0}, "b": {"t": 1.0}}
+    found = repeat_parts(parts, seconds_left=lambda: 1.0)
+    assert {name: fastest(rounds) for name, rounds in found.items()} == {"a": {"t": 1.0}, "b": {"t": 1.0}}
+    assert usual(found["a"]) == {"t": 1.05}
     assert order == ["a", "b", "a", "b"]
 
 
@@ -30,18 +32,20 @@ def test_a_part_is_repeated_until_its_two_fastest_rounds_agree():
         "quiet": part(1.0, 1.0, order=order, name="quiet"),
         "noisy": part(9.0, 3.0, 1.1, 1.0, order=order, name="noisy"),
     }
-    assert repeat_parts(parts, seconds_left=lambda: 1.0)["noisy"] == {"t": 1.0}
+    noisy = repeat_parts(parts, seconds_left=lambda: 1.0)["noisy"]
+    assert fastest(noisy) == {"t": 1.0} and usual(noisy) == {"t": 2.05}
     assert order == ["quiet", "noisy", "quiet", "noisy", "noisy", "noisy"]
 
 
 def test_times_of_a_curve_agree_one_by_one():
     curve = part({1: 1.0, 2: 9.0}, {1: 1.1, 2: 5.0}, {1: 7.0, 2: 5.0})
-    assert repeat_parts({"curve": curve}, seconds_left=lambda: 1.0) == {"curve": {1: 1.0, 2: 5.0}}
+    rounds = repeat_parts({"curve": curve}, seconds_left=lambda: 1.0)["curve"]
+    assert fastest(rounds) == {1: 1.0, 2: 5.0} and usual(rounds) == {1: 1.1, 2: 5.0}
 
 
 def test_repeating_is_bounded_by_rounds_and_by_time():
     count = []
     never = [2.0**-i for i in range(9)]
     parts = {"a": part(*never, order=count)}
-    assert repeat_parts(parts, seconds_left=lambda: 1.0) == {"a": {"t": 2.0**-4}} and len(count) == 5
-    assert repeat_parts({"a": part(*never)}, seconds_left=lambda: -1.0) == {"a": {"t": 0.5}}
+    assert fastest(repeat_parts(parts, seconds_left=lambda: 1.0)["a"]) == {"t": 2.0**-4} and len(count) == 5
+    assert fastest(repeat_parts({"a": part(*never)}, seconds_left=lambda: -1.0)["a"]) == {"t": 0.5}

@@ -111,7 +111,7 @@ def corrected(cluster: Cluster, runs: Sequence[RecordedRun]) -> Cluster:
     seconds = corrected_error(runs) or ErrorFigure.of([r.predicted for r in runs], [r.measured for r in runs])
     accuracy = Accuracy(seconds, _bytes_error(runs), f"{len(runs)} runs that were recorded")
     curves = {
-        key: CollectiveCurve(curve.sizes, tuple(b * value for value in curve.seconds))
+        key: CollectiveCurve(curve.sizes, tuple(b * value for value in curve.seconds), b * curve.wait_seconds)
         for key, curve in cluster.collectives.items()
     }
     links = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,20 @@ import torch
 import torch.distributed as dist
 
 from lightning_topt.costs.cluster import Cluster, Device
-from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve
+from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve, CurveKey
 from lightning_topt.costs.compute import KernelKey, kernel_key, roofline_seconds
 from lightning_topt.costs.global_state import kept_global_state
 from lightning_topt.costs.groups import Group, mesh_groups
 from lightning_topt.costs.measured_datagrams import measure_datagrams
 from lightning_topt.costs.measured_device import device_timers, measured_device
-from lightning_topt.costs.measured_links import collective_timers, curve, fit_link, measure_overlap, process_groups
+from lightning_topt.costs.measured_links import (
+    WaitTimer,
+    collective_timers,
+    curve,
+    fit_link,
+    measure_overlap,
+    process_groups,
+)
 from lightning_topt.costs.node_types import Link
 from lightning_topt.costs.page_faults import measure_page_faults
 from lightning_topt.costs.ranks import average, world_size
@@ -55,7 +62,7 @@ def calibrate(
     matrix products. Each other kind of group that a mesh of these ranks can have (`mesh_groups`; two ranks have none) takes
     a sixth of the time more, all groups of a kind at once. Each part is measured in two halves, with all the others between
     them. Where a time of the halves differs by more than 20 %, that part is measured again, until 1.4 times the time is
-    over; of all rounds the fastest counts, of collectives the median (`repetition`). `num_nodes` is how many machines the
+    over; of all rounds the fastest counts, of waits the median (`repetition`). `num_nodes` is how many machines the
     ranks are on. The least that is measured takes longer than that over slow links. With `datagrams` loss, round trip and
     rate of these are measured too, which takes a third of the time more.
 
@@ -73,9 +80,13 @@ def calibrate(
     parts: dict[Any, Callable[[], Mapping[Any, float]]] = dict(device_timers(device, budget_seconds=0.35 * half))
     with process_groups(groups) as made:
         timers = collective_timers(made, ops=collectives, device=device, budgets=budgets)
-        rounds = repeat_parts(parts | timers, seconds_left=lambda: average([deadline - time.perf_counter()])[0])
-    times = {name: fastest(rounds[name]) for name in parts}
-    curves = {key: curve(usual(rounds[key])) for key in timers}
+        waits = {
+            ("wait", group): WaitTimer(found, device=device, budget_seconds=budgets[group] / 4)
+            for group, found in made.items()
+        }
+        rounds = repeat_parts(parts | timers | waits, seconds_left=lambda: average([deadline - time.perf_counter()])[0])
+    times = {name: fastest(found) for name, found in rounds.items()}
+    curves = {key: curve(times[key], wait_seconds=_wait(rounds, key)) for key in timers}
     inter = fit_link(curves, Group(num_nodes, local))
     intra = fit_link(curves, Group(local)) if local > 1 else inter
     if datagrams:
@@ -149,6 +160,12 @@ def _with_datagrams(
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _wait(rounds: Mapping[Any, Sequence[Mapping[Any, float]]], key: CurveKey) -> float:
+    """What ranks wait for one another before a collective; of messages between two, schedules say it."""
+    op, *group = key
+    return 0.0 if op == "send_recv" else next(iter(usual(rounds["wait", Group(*group)]).values()))
 
 
 def _overlap(device: torch.device, all_reduce: CollectiveCurve | None, *, budget_seconds: float) -> float:

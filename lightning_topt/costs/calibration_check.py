@@ -29,7 +29,7 @@ from lightning_topt.costs.measured_device import device_timers, product_flops
 from lightning_topt.costs.measured_links import collective_timers, process_groups
 from lightning_topt.costs.page_faults import measure_page_faults
 from lightning_topt.costs.ranks import average
-from lightning_topt.costs.repetition import fastest, usual
+from lightning_topt.costs.repetition import fastest
 
 DEVICE_CONSTANTS = {  # fields of `Device`
     "memory_bandwidth": "memory bandwidth",
@@ -38,7 +38,7 @@ DEVICE_CONSTANTS = {  # fields of `Device`
     "launch_seconds": "launch of a kernel",
     "page_fault_seconds_per_byte": "page faults",
 }
-_ROUNDS = 2  # which count as in a calibration
+_ROUNDS = 2  # of which the fastest counts, as in a calibration
 _GROUP_SHARE = 0.15  # of the time, for each kind of group
 
 
@@ -102,7 +102,7 @@ def check_calibration(
             timer.sizes = sizes_between(cluster.collectives[key])
         parts: dict[Any, Callable[[], Mapping[Any, float]]] = {**devices, **timers}
         rounds = [{name: measure() for name, measure in parts.items()} for _ in range(_ROUNDS)]
-    times = {name: (usual if name in timers else fastest)([each[name] for each in rounds]) for name in parts}
+    times = {name: fastest([each[name] for each in rounds]) for name in parts}
     faults = average([measure_page_faults(device)])[0]
     return [
         *_device_points(cluster, times, faults=faults),

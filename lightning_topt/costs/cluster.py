@@ -133,7 +133,14 @@ class Cluster:
         if self.accuracy is None:
             del data["accuracy"]
         data["collectives"] = [
-            {"op": op, "group_size": size, "stride": stride, "bytes": [*curve.sizes], "seconds": [*curve.seconds]}
+            {
+                "op": op,
+                "group_size": size,
+                "stride": stride,
+                "bytes": [*curve.sizes],
+                "seconds": [*curve.seconds],
+                **({"wait_seconds": curve.wait_seconds} if curve.wait_seconds else {}),
+            }
             for (op, size, stride), curve in self.collectives.items()
         ]
         return data

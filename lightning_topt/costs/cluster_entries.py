@@ -135,8 +135,9 @@ def read_collectives(data: Any, *, name: str, devices_per_node: int) -> dict[Cur
         key = _curve_key(entries, devices_per_node=devices_per_node)
         sizes = [float(parse_bytes(size, name=entries.where)) for size in entries.take("bytes", _list)]
         seconds = [parse_seconds(value, name=entries.where) for value in entries.take("seconds", _list)]
+        wait = entries.take("wait_seconds", parse_seconds, 0.0)
         entries.finish()
-        curves[key] = CollectiveCurve(tuple(sizes), tuple(seconds))
+        curves[key] = CollectiveCurve(tuple(sizes), tuple(seconds), wait)
     return curves
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a collective: a measured curve where the cluster has one, else the formulas below.
+"""Seconds of a collective: a measured curve, with its wait, where the cluster has one, else the formulas below.
 
 A group of N ranks (`groups.Group`), V bytes of the whole tensor: the input of reduce_scatter, the output of all_gather, all
 shards of all_to_all together, the message of send_recv. a latency, b bandwidth that one rank gets of a link; d devices per
@@ -60,7 +60,7 @@ def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, group
         return 0.0
     curve = cluster.collectives.get((op, group.size, group.stride))
     if curve is not None:
-        return curve.seconds_at(size)
+        return curve.seconds_at(size) + curve.wait_seconds
     if op == "all_to_all":
         return all_to_all_seconds(cluster, size=size, group=group)
     return ring_seconds(op, size=size, ranks=group.size, link=bottleneck_link(cluster, group=group))

@@ -1,8 +1,9 @@
-"""Time collectives in the groups that meshes of these ranks have, and what of them hides behind computation.
+"""Time collectives in the groups that meshes of these ranks have, how long ranks wait for one another before them, and what of
+them hides behind computation.
 
-In a step ranks compute before they exchange. So they come to an exchange one after another, while cores are busy, and a
-step takes the sum of all these times. Therefore matrix products come before each timed call, and means are kept: on two ranks
-of two shared cores, an all_reduce of 2 MiB took 0.6 ms at best, 3.9 ms on average in a loop with products.
+Curves are of calls back to back. In a step ranks compute before they exchange, so they come one after another, to threads that
+wait for busy cores: on two ranks of two shared cores, an all_reduce of 2 MiB took 0.6 ms at best, and 3.9 ms on average in a
+loop with products. `WaitTimer` measures the difference, which does not grow with the size.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SHARES = {
 }  # of the time of the others, which steps have more of
 _OVERLAP_BYTES, _OVERLAP_SECONDS = 4 << 20, 0.05  # at most, of one exchange beside computation
 _MATRIX = {"cpu": 256, "cuda": 2048}
-_PRODUCTS = 8  # before a timed call: a few milliseconds, as between the exchanges of a step
+_PRODUCTS, _WAIT_BYTES = 8, 1 << 18  # a few milliseconds, as between the exchanges of a step; an activation
 
 Call = Callable[[], Any]
 Points = dict[float, float]  # seconds by bytes of the whole tensor
@@ -53,7 +54,6 @@ class CollectiveTimer:
     ) -> None:
         self.make, self.elements, self.device, self.budget_seconds = make, elements, device, budget_seconds
         self.sizes: Sequence[int] = ()
-        self._work = _products(device, _PRODUCTS)
 
     def __call__(self) -> Points:
         """Seconds by size, the same on every rank. Collective."""
@@ -61,13 +61,38 @@ class CollectiveTimer:
         deadline = time.perf_counter() + self.budget_seconds
         for size, larger in zip(self.sizes or SIZES, (*(self.sizes or SIZES)[1:], 0), strict=True):
             whole = torch.ones(max(size // 4 // self.elements, 1) * self.elements, device=self.device)
-            seconds = _time_together(self.make(whole), before=self._work, device=self.device, deadline=deadline)
+            seconds = _time_together(self.make(whole), device=self.device, deadline=deadline)
             points[float(whole.nbytes)] = seconds
             expected = seconds * larger / size * (_MIN_REPEATS + 1)
             if not self.sizes and len(points) >= _MIN_SIZES and average([deadline - time.perf_counter()])[0] < expected:
                 break
         self.sizes = [int(size) for size in points]
         return points
+
+
+class WaitTimer:
+    """Times what an all_reduce takes more after products than back to back: the mean, for a step takes the sum of all."""
+
+    def __init__(self, group: dist.ProcessGroup, *, device: torch.device, budget_seconds: float) -> None:
+        self.group, self.device, self.budget_seconds = group, device, budget_seconds
+        self.message = torch.ones(_WAIT_BYTES // 4, device=device)
+        self.work = _products(device, _PRODUCTS)
+
+    def __call__(self) -> Points:
+        """Seconds at the size of the message, the same on every rank. Collective."""
+
+        def call() -> None:
+            dist.all_reduce(self.message, group=self.group)
+
+        def after_work() -> float:
+            self.work()
+            return time_once(call, device=self.device)
+
+        first = average([time_once(after_work, device=self.device)])[0]
+        repeats = int(np.clip(self.budget_seconds / 2 / max(first, 1e-6), 3, 40))
+        beside = statistics.mean(after_work() for _ in range(repeats))
+        alone = min(time_once(call, device=self.device) for _ in range(repeats))
+        return {float(_WAIT_BYTES): max(average([beside - alone])[0], 0.0)}
 
 
 @contextmanager
@@ -112,14 +137,7 @@ def collective_timers(
     return timers
 
 
-def time_all_reduce(size: float, *, device: torch.device) -> float:
-    """Return the seconds of an all_reduce of about `size` bytes over all ranks, timed as in a curve. Collective."""
-    message = torch.ones(max(int(size) // 4, 1), device=device)
-    work, deadline = _products(device, _PRODUCTS), time.perf_counter()
-    return _time_together(lambda: dist.all_reduce(message), before=work, device=device, deadline=deadline)
-
-
-def curve(points: Mapping[Any, float]) -> CollectiveCurve:
+def curve(points: Mapping[Any, float], *, wait_seconds: float = 0.0) -> CollectiveCurve:
     """Return the curve through seconds by size. A larger message never takes less time: neighbours that say otherwise get
     their geometric mean (pool adjacent violators; Ayer et al., Ann. Math. Statist. 26(4), 1955).
     """
@@ -130,7 +148,8 @@ def curve(points: Mapping[Any, float]) -> CollectiveCurve:
         while len(pools) > 1 and statistics.mean(pools[-2]) > statistics.mean(pools[-1]):
             last = pools.pop()
             pools[-1] += last
-    return CollectiveCurve(tuple(sizes), tuple(math.exp(statistics.mean(pool)) for pool in pools for _ in pool))
+    seconds = tuple(math.exp(statistics.mean(pool)) for pool in pools for _ in pool)
+    return CollectiveCurve(tuple(sizes), seconds, wait_seconds)
 
 
 def fit_link(curves: Mapping[CurveKey, CollectiveCurve], group: Group) -> Link:
@@ -159,7 +178,7 @@ def measure_overlap(device: torch.device, *, all_reduce: CollectiveCurve | None,
     def exchange() -> None:
         dist.all_reduce(message)
 
-    seconds = _time_together(exchange, before=lambda: None, device=device, deadline=time.perf_counter())
+    seconds = _time_together(exchange, device=device, deadline=time.perf_counter())
     product = average([time_call(_products(device, 1), device=device, budget_seconds=0.1 * budget_seconds)])[0]
     compute = _products(device, max(1, round(seconds / product)))
 
@@ -225,13 +244,9 @@ def _products(device: torch.device, count: int) -> Call:
     return compute
 
 
-def _time_together(call: Call, *, before: Call, device: torch.device, deadline: float) -> float:
-    """Mean seconds of a collective call after `before`, the same number of calls and the same result on every rank."""
-
-    def seconds() -> float:
-        before()
-        return time_once(call, device=device)
-
-    first, left = average([time_once(seconds, device=device), deadline - time.perf_counter()])
+def _time_together(call: Call, *, device: torch.device, deadline: float) -> float:
+    """Median seconds of a collective call, the same number of calls and the same result on every rank."""
+    first = time_once(call, device=device)
+    first, left = average([first, deadline - time.perf_counter()])
     repeats = int(np.clip(left / 4 / max(first, 1e-6), _MIN_REPEATS, 20))
-    return average([statistics.mean(seconds() for _ in range(repeats))])[0]
+    return float(average([float(np.median([time_once(call, device=device) for _ in range(repeats)]))])[0])

@@ -65,7 +65,7 @@ def _inter(cluster: Cluster) -> Cluster:
 
 def _faster_curves(cluster: Cluster, *, inside: bool) -> Mapping[tuple[str, int, int], CollectiveCurve]:
     return {
-        key: CollectiveCurve(curve.sizes, tuple(seconds / FASTER for seconds in curve.seconds))
+        key: replace(curve, seconds=tuple(seconds / FASTER for seconds in curve.seconds))
         if Group(*key[1:]).is_inside(cluster.devices_per_node) == inside
         else curve
         for key, curve in cluster.collectives.items()

@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from lightning_topt.costs import measured_links
 from lightning_topt.costs.calibrate import USUAL_COLLECTIVES, calibrate, measure_kernels
-from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.collective_curves import COLLECTIVES
+from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.collective_curves import COLLECTIVES, CollectiveCurve
+from lightning_topt.costs.communication import estimate_collective_seconds
 from lightning_topt.costs.groups import Group, mesh_groups, ranks_of_groups
-from lightning_topt.costs.measured_links import collective_timers, curve, fit_link, process_groups, time_all_reduce
+from lightning_topt.costs.measured_links import WaitTimer, collective_timers, curve, fit_link, process_groups
 from lightning_topt.graph.kernels import encode_arguments
 from lightning_topt.graph.op_graph import Amount, Block, Kernel, Op, OpGraph, Step
 from tests.launch import run_ranks
@@ -115,20 +116,23 @@ def test_a_curve_never_falls():
 
 
 def late_on_rank(rank):
-    """One rank comes 20 ms late to every exchange, as by its work before: seconds with that, and without."""
-    late = (lambda: time.sleep(0.02)) if rank else (lambda: None)
-    make = measured_links._products
-    without = time_all_reduce(4096, device=torch.device("cpu"))
-    measured_links._products = lambda device, count: late
+    """One rank comes 20 ms late to every exchange that has work before it."""
+    make, measured_links._products = measured_links._products, lambda device, count: lambda: time.sleep(0.02 * rank)
     try:
-        return without, time_all_reduce(4096, device=torch.device("cpu"))
+        timer = WaitTimer(dist.group.WORLD, device=torch.device("cpu"), budget_seconds=0.2)
     finally:
         measured_links._products = make
+    return next(iter(timer().values()))
 
 
-def test_an_exchange_counts_what_ranks_wait_for_one_another():
-    (without, late), others = run_ranks(late_on_rank, 2)
-    assert (without, late) == others and late >= 0.5 * 0.02  # the rank that came first waited, the other did not
+def test_ranks_that_wait_for_one_another_are_part_of_a_collective():
+    one, other = run_ranks(late_on_rank, 2)
+    assert one == other >= 0.4 * 0.02  # the first waited for the other, which did not: half of it
+    waits = Cluster("c", Device("d", 1, {"float32": 1.0}, 1.0), 2, 1, Link(0.0, 1.0))
+    waits = replace(waits, collectives={("all_reduce", 2, 1): CollectiveCurve((8.0, 16.0), (1.0, 2.0), 0.5)})
+    assert Cluster.from_dict(waits.to_dict()) == waits
+    seconds = [estimate_collective_seconds(waits, op="all_reduce", size=size, group=Group(2)) for size in (8.0, 160.0)]
+    assert seconds == pytest.approx([1.5, 20.5])
 
 
 def timers_on_rank(rank):

@@ -163,7 +163,7 @@ def _with_datagrams(
 
 
 def _wait(rounds: Mapping[Any, Sequence[Mapping[Any, float]]], key: CurveKey) -> float:
-    """What ranks wait for one another before a collective; of messages between two, schedules say it."""
+    """Return what ranks wait for one another before a collective; of messages between two, schedules say it."""
     op, *group = key
     return 0.0 if op == "send_recv" else next(iter(usual(rounds["wait", Group(*group)]).values()))
 

@@ -22,13 +22,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.common import RESULTS, machine
-from benchmarks.convergence import TASKS, Curve, Task
+from benchmarks.convergence import TASKS, Task, compared, train
 from benchmarks.lab import Lab, end_on_signals
 from benchmarks.lab_nodes import LabError
-from lightning_topt import BoundedLoss, CompressedDDPStrategy, ExchangeMonitor
+from lightning_topt import BoundedLoss, CompressedDDPStrategy
+from lightning_topt.plugins.exchange_monitor import ExchangeMonitor
 
 RUNS = RESULTS / "bounded_loss_accuracy.json"
 CHOSEN = "byte_lm", "digits"
@@ -55,33 +56,13 @@ METHODS = {
 
 def run(task: Task, method: Method, seed: int, out: Path) -> None:
     """Train once, as a rank of two nodes; rank 0 writes its curve, the share lost and whether ranks ended equal."""
-    torch.set_num_threads(1)
-    pl.seed_everything(seed, workers=True, verbose=False)
-    curve = Curve(task.metric)
-    callbacks: list[pl.Callback] = [curve]
-    strategy: Strategy = DDPStrategy()
+    end, strategy, callbacks = End(), DDPStrategy(), []  # type: End, Strategy, list[pl.Callback]
     if method.options is not None:
         strategy = CompressedDDPStrategy(BoundedLoss(**method.options))
         callbacks.append(ExchangeMonitor(every_n_steps=10**9))  # so that statistics at the end are of all steps
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=2,
-        strategy=strategy,
-        max_steps=task.steps,
-        max_epochs=-1,
-        val_check_interval=task.steps // 4,
-        check_val_every_n_epoch=None,
-        limit_val_batches=40,
-        num_sanity_val_steps=0,
-        callbacks=[*callbacks, End()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer, curve = train(
+        task, strategy, seed=seed, validations=4, devices=1, num_nodes=2, callbacks=[*callbacks, end]
     )
-    trainer.fit(task.model(task.steps), datamodule=task.data())
-    end = next(callback for callback in trainer.callbacks if isinstance(callback, End))  # type: ignore[attr-defined]
     if trainer.is_global_zero:
         out.write_text(json.dumps({"curve": curve.points, **end.found}))
 
@@ -150,21 +131,14 @@ def report() -> str:
         dense = [run["curve"][-1][1] for key, run in runs.items() if key.startswith(f"{task}|dense|")]
         for name in METHODS:
             found = [run for key, run in runs.items() if key.startswith(f"{task}|{name}|")]
-            if found:
-                lines.append(f"| {task} | {name} | {_row(TASKS[task], found, dense, is_dense=name == 'dense')} |")
+            if not found:
+                continue
+            finals = [run["curve"][-1][1] for run in found]
+            numbers, within = compared(TASKS[task], finals, dense=None if name == "dense" else dense)
+            lost = "-" if name == "dense" else f"{100 * statistics.mean(run['lost_share'] for run in found):.2f} %"
+            equal = "yes" if all(run["equal"] for run in found) else "**no**"
+            lines.append(f"| {task} | {name} | {numbers} | {lost} | {equal} | {within} |")
     return "\n".join([*lines, ""])
-
-
-def _row(task: Task, found: list[dict[str, Any]], dense: list[float], *, is_dense: bool) -> str:
-    finals = sorted((run["curve"][-1][1] for run in found), reverse=not task.higher_is_better)  # worst first
-    median = statistics.median(finals)
-    within, lost = "-", "-"
-    if not is_dense:
-        held = dense and (median >= min(dense) if task.higher_is_better else median <= max(dense))
-        within = "yes" if held else "**no**"
-        lost = f"{100 * statistics.mean(run['lost_share'] for run in found):.2f} %"
-    equal = "yes" if all(run["equal"] for run in found) else "**no**"
-    return f"{len(found)} | {median:.4f} | {finals[0]:.4f} | {finals[-1]:.4f} | {lost} | {equal} | {within}"
 
 
 def main() -> None:

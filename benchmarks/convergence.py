@@ -15,7 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,29 +87,44 @@ class Curve(pl.Callback):
 
 def run(task_name: str, method: str, seed: int, out: Path) -> None:
     """Train once; rank 0 writes its curve."""
+    trainer, curve = train(TASKS[task_name], METHODS[method](), seed=seed, validations=12, devices=RANKS)
+    if trainer.is_global_zero:
+        out.write_text(json.dumps(curve.points))
+
+
+def train(
+    task: Task,
+    strategy: Strategy,
+    *,
+    seed: int,
+    validations: int,
+    devices: int,
+    num_nodes: int = 1,
+    callbacks: Sequence[pl.Callback] = (),
+) -> tuple[pl.Trainer, Curve]:
+    """Fit the task's model with one thread; the Trainer after it, and the curve of so many validations."""
     torch.set_num_threads(1)
     pl.seed_everything(seed, workers=True, verbose=False)
-    task = TASKS[task_name]
     curve = Curve(task.metric)
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=RANKS,
-        strategy=METHODS[method](),
+        devices=devices,
+        num_nodes=num_nodes,
+        strategy=strategy,
         max_steps=task.steps,
         max_epochs=-1,
-        val_check_interval=task.steps // 12,
+        val_check_interval=task.steps // validations,
         check_val_every_n_epoch=None,
         limit_val_batches=40,
         num_sanity_val_steps=0,
-        callbacks=[curve],
+        callbacks=[curve, *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(task.model(task.steps), datamodule=task.data())
-    if trainer.is_global_zero:
-        out.write_text(json.dumps(curve.points))
+    return trainer, curve
 
 
 def measure(tasks: list[str], methods: list[str], seeds: int) -> None:
@@ -159,7 +174,9 @@ def report() -> None:
                 label = None if index else method
                 axis.plot(*zip(*curve, strict=True), color=f"C{colour}", alpha=0.6, linewidth=1, label=label)
             finals[method] = [curve[-1][1] for curve in curves]
-        lines += [_row(name, task, method, values, finals.get("dense", [])) for method, values in finals.items()]
+        for method, values in finals.items():
+            numbers, within = compared(task, values, dense=None if method == "dense" else finals.get("dense"))
+            lines.append(f"| {name} | {method} | {numbers} | {within} |")
         axis.set(title=name, xlabel="optimizer steps", ylabel=task.metric)
         axis.legend()
     figure.savefig(RESULTS / "convergence.png", dpi=110)
@@ -168,14 +185,15 @@ def report() -> None:
     print(text)
 
 
-def _row(name: str, task: Task, method: str, values: list[float], dense: list[float]) -> str:
-    order = sorted(values, reverse=not task.higher_is_better)  # worst first
-    median = statistics.median(values)
+def compared(task: Task, finals: Sequence[float], *, dense: Sequence[float] | None) -> tuple[str, str]:
+    """Cells of a table: runs with their median, worst and best metric, and whether the median is within the dense spread."""
+    order = sorted(finals, reverse=not task.higher_is_better)  # worst first
+    median = statistics.median(finals)
     within = "-"
-    if method != "dense" and dense:
+    if dense:
         held = median >= min(dense) if task.higher_is_better else median <= max(dense)
         within = "yes" if held else "**no**"
-    return f"| {name} | {method} | {len(values)} | {median:.4f} | {order[0]:.4f} | {order[-1]:.4f} | {within} |"
+    return f"{len(finals)} | {median:.4f} | {order[0]:.4f} | {order[-1]:.4f}", within
 
 
 def main() -> None:

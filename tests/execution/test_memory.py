@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 from statistics import median
 
@@ -104,27 +106,41 @@ def test_cuda_peak():
     assert meter.peak_bytes() == 64 * MIB
 
 
-def reduce_peak(rank: int, size: int) -> int:
+def mark_settled_base(meter: MemoryMeter) -> None:
+    """Mark the base once it is not lower after a while: a thread of gloo may hold what it sent last a little longer.
+
+    What the test's process has freed before it was forked is given back: it would be taken again, unseen.
+    """
+    lowest = sys.maxsize
+    for _ in range(50):
+        meter.mark_base()
+        assert meter.base_bytes is not None
+        if meter.base_bytes >= lowest:
+            return
+        lowest = meter.base_bytes
+        time.sleep(0.05)
+
+
+def reduce_peaks(rank: int, size: int) -> list[int]:
     device = torch.device("cpu")
     return_freed_memory(device)
     whole, part = torch.ones(size // 4), torch.ones(size // 8)
     meter, peaks = MemoryMeter(device), []
     reduce_scatter_into(part, whole)
     for _ in range(5):  # pages that the kernel takes away or gives back meanwhile make one peak of them lower or higher
-        release_free_memory()  # what the test's process has freed before it was forked would be taken again, unseen
-        meter.mark_base()
+        mark_settled_base(meter)
         meter.reset_peak()
         reduce_scatter_into(part, whole)
         peak = meter.peak_bytes()
         assert peak is not None
         peaks.append(peak)
-    return median(peaks)
+    return peaks
 
 
 @linux
 @pytest.mark.parametrize("size", [4 * MIB, 32 * MIB])
 def test_a_reduce_scatter_takes_what_the_cost_model_says(size):
     predicted = gloo_workspace(size, world_size=2)
-    for peak in run_ranks(reduce_peak, 2, size):
+    for peaks in run_ranks(reduce_peaks, 2, size):
         # Of three pieces; what goes out may be gone before what comes in is there.
-        assert 0.9 * predicted * 2 / 3 <= peak <= 1.1 * predicted
+        assert 0.9 * predicted * 2 / 3 <= median(peaks) <= 1.1 * predicted, (peaks, predicted)

@@ -19,28 +19,38 @@ from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, StagePlan
 def block_seconds(
     module: nn.Module, loss_of: Callable[[nn.Module], Tensor], blocks: Sequence[str], *, steps: int = 5
 ) -> list[float]:
-    """Return the seconds of forward and backward of each block in a step, (blocks,); what follows a block counts with it."""
-    marks: list[float] = []
-    hooks = [
-        module.get_submodule(name).register_forward_pre_hook(lambda *_: marks.append(time.perf_counter()))
-        for name in blocks
-    ]
-    forward: list[list[float]] = []
-    whole = []
+    """Return the seconds of forward and backward of each block in a step, (blocks,); what follows a block counts with it.
+
+    A block returns a tensor; its backward lasts from when the gradient of that is there to when another block's is.
+    """
+    began: list[tuple[float, int]] = []  # when a pass of a block began, and the block's number
+
+    def mark(number: int) -> None:
+        began.append((time.perf_counter(), number))
+
+    def mark_gradient(number: int, output: Tensor) -> None:
+        output.register_hook(lambda _: mark(number))
+
+    hooks = []
+    for number, name in enumerate(blocks):
+        block = module.get_submodule(name)
+        hooks.append(block.register_forward_pre_hook(lambda *_, n=number: mark(n)))
+        hooks.append(block.register_forward_hook(lambda *given, n=number: mark_gradient(n, given[-1])))
+    found: list[list[float]] = []
     for _ in range(steps):
-        marks.clear()
+        began.clear()
         loss = loss_of(module)
-        marks.append(time.perf_counter())
-        forward.append([b - a for a, b in itertools.pairwise(marks)])
+        mark(len(blocks) - 1)
         loss.backward()
-        whole.append(time.perf_counter() - marks[0])
+        mark(-1)
         module.zero_grad()
+        seconds = [0.0] * len(blocks)
+        for (start, number), (end, _) in itertools.pairwise(began):
+            seconds[number] += end - start
+        found.append(seconds)
     for hook in hooks:
         hook.remove()
-    seconds = [statistics.median(each) for each in zip(*forward, strict=True)]
-    # Backward takes about the same multiple of forward everywhere.
-    factor = statistics.median(whole) / sum(seconds)
-    return [factor * each for each in seconds]
+    return [statistics.median(each) for each in zip(*found, strict=True)]
 
 
 def cut(seconds: Sequence[float], weights: Sequence[float], count: int, *, share: float = 1.0) -> list[int]:

@@ -24,6 +24,8 @@ from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memo
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.mesh_axes import Axis, Mesh
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.prediction import make_prediction
+from lightning_topt.schedules.horizons import Horizon
 
 CPU = torch.device("cpu")
 
@@ -44,7 +46,7 @@ class Training(NamedTuple):
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of what this rank holds."""
-    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-4)
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-4, fused=True)
 
 
 def ddp(model: LabModel, module: nn.Module) -> Training:
@@ -60,27 +62,42 @@ def ddp(model: LabModel, module: nn.Module) -> Training:
     return Training(step)
 
 
-def update_seconds(count: int = 1 << 22) -> float:
-    """Return the seconds of an update of one parameter, measured on `count` of them."""
-    weight = nn.Parameter(torch.zeros(count))
-    weight.grad = torch.zeros(count)
-    optimizer = torch.optim.AdamW([weight])
+def weight_seconds(rule: str | None, count: int = 1 << 22) -> float:
+    """Return the seconds of an update of one parameter, and of its prediction in both passes, measured on `count` of them."""
+    module = nn.Linear(count, 1, bias=False)
+    module.weight.grad = torch.zeros_like(module.weight)
+    optimizer = adamw(module)
     optimizer.step()
+    stage = make_prediction(rule or "none").on(optimizer, stage=1, num_stages=4)
+    horizon, rates = Horizon(version=0, missing=1, round_trip=1), [optimizer.param_groups]
+
+    def turn() -> None:
+        with stage.forward(0, horizon, rates):
+            pass
+        with stage.backward(0, horizon, rates):
+            pass
+        optimizer.step()
+
+    turn()
     start = time.perf_counter()
     for _ in range(3):
-        optimizer.step()
+        turn()
     return (time.perf_counter() - start) / (3 * count)
 
 
-def cut_plan(model: LabModel, module: nn.Module, options: argparse.Namespace) -> ParallelPlan:
-    """Return the plan of a pipeline, cut by seconds of passes and updates that rank 0 measured."""
+def cut_plan(
+    model: LabModel, module: nn.Module, options: argparse.Namespace, *, rule: str | None = None
+) -> ParallelPlan:
+    """Return the plan of a pipeline, cut by seconds of passes and updates that rank 0 measured; `rule` predicts weights."""
     check_blocks(module, model.blocks)
     starts: list[Any] = [None]
     if dist.get_rank() == 0:
         part = model.batch(model.samples // options.microbatches)
         of_passes = block_seconds(module, lambda each: loss_of(each, part), model.blocks)
-        weights, update = weights_of(module, model.blocks), update_seconds()
-        seconds = [options.microbatches * own + update * count for own, count in zip(of_passes, weights, strict=True)]
+        weights, of_weight = weights_of(module, model.blocks), weight_seconds(rule)
+        seconds = [
+            options.microbatches * own + of_weight * count for own, count in zip(of_passes, weights, strict=True)
+        ]
         starts = [cut(seconds, weights, dist.get_world_size(), share=options.share)]
     dist.broadcast_object_list(starts)
     mesh = Mesh((Axis("pipeline", dist.get_world_size(), "inter"),))
@@ -106,7 +123,7 @@ def pipeline(model: LabModel, module: nn.Module, options: argparse.Namespace) ->
 def continuous(model: LabModel, module: nn.Module, options: argparse.Namespace) -> Training:
     """Return the training in a pipeline that never flushes: a step takes in all samples as one minibatch."""
     plan = replace(
-        cut_plan(model, module, options),
+        cut_plan(model, module, options, rule=options.prediction),
         **{"schedule": options.schedule, "prediction": options.prediction, "num_microbatches": 1},
     )
     engine, batch = Engine(plan, module, device=CPU), model.batch(model.samples)
@@ -124,6 +141,9 @@ def main() -> None:
     parser.add_argument("--prediction", default="spectrain")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--share", type=float, default=0.3, help="of all weights that a stage may have")
+    parser.add_argument(
+        "--measure", choices=["seconds", "memory"], default="seconds", help="memory: as under a limit, which takes time"
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=2)
     options = parser.parse_args()
@@ -131,7 +151,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, meter = MODELS[options.model], MemoryMeter(CPU)
-    return_freed_memory(CPU)  # what a rank holds is what it uses, under both plans
+    if options.measure == "memory":  # what a rank holds is what it uses
+        return_freed_memory(CPU)
     warm_up(CPU)
     dist.barrier()
     meter.mark_base()

@@ -16,34 +16,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt.prediction.moments import (
-    KNOWN,
-    Hyperparameters,
-    Method,
-    Moments,
-    method_of,
-    read_moments,
-    repeat_update,
-    step_without_gradients,
-)
+from lightning_topt.prediction.moments import KNOWN, Hyperparameters, Method, Moments, method_of, read_moments
 from lightning_topt.prediction.rule import Prediction, Rates, StagePrediction
 from lightning_topt.prediction.storages import copy_into, empty_copies, num_bytes, trainable, unseen
+from lightning_topt.prediction.weight_moves import Move, keep_and_move, repeated_update, updates_without_gradients
 from lightning_topt.schedules.continuous import lag_of
 from lightning_topt.schedules.horizons import Horizon
 
-Predict = Callable[[Moments, Method, int, Sequence[Hyperparameters]], None]
+Predict = Callable[[Moments, Method, int, Sequence[Hyperparameters]], Move]
 Count = Callable[[Horizon], int]
-
-
-def repeated(moments: Moments, method: Method, count: int, rates: Sequence[Hyperparameters]) -> None:
-    """Predict `count` updates as the last one."""
-    repeat_update(moments, method=method, count=count, rates=rates)
-
-
-def decaying(moments: Moments, method: Method, count: int, rates: Sequence[Hyperparameters]) -> None:
-    """Predict `count` updates without gradients, with the learning rates to come."""
-    known = len(rates) - 1
-    step_without_gradients(moments, method=method, rates=[rates[min(ahead, known)] for ahead in range(count)])
 
 
 class ExtrapolatedStage(StagePrediction):
@@ -90,16 +71,19 @@ class ExtrapolatedStage(StagePrediction):
     @contextmanager
     def _predicted(self, count: int, rates: Rates) -> Iterator[None]:
         assert count >= 0 and rates, (count, rates)
-        parameters = [] if count == 0 else [p for moments in self._read() for p in moments.parameters]
-        copies = self._copies_of(parameters)
-        copy_into(copies, parameters)
+        moved: list[Moments] = self._read() if count else []
+        kept: list[tuple[Sequence[Tensor], list[Tensor]]] = []  # parameters with copies
         try:
-            with torch.no_grad(), unseen(parameters):
-                for moments in self._read() if parameters else ():
-                    self._predict(moments, self._method, count, [groups[moments.group] for groups in rates])
+            for moments in moved:
+                copies = self._copies_of(moments.parameters)
+                move = self._predict(moments, self._method, count, [groups[moments.group] for groups in rates])
+                with torch.no_grad(), unseen(moments.parameters):
+                    keep_and_move(moments, copies, move)
+                kept.append((moments.parameters, copies))
             yield
         finally:
-            copy_into(parameters, copies)
+            for parameters, copies in kept:
+                copy_into(parameters, copies)
 
     def _read(self) -> list[Moments]:
         if self._moments is None:
@@ -136,7 +120,7 @@ class SpecTrain(Prediction):
         return ExtrapolatedStage(
             optimizer,
             method=method_of(optimizer, rule=self.name),
-            predict=repeated,
+            predict=repeated_update,
             forward=lambda horizon: horizon.round_trip,
             backward=lambda horizon: horizon.round_trip,
             copies=self.weight_copies(stage=stage, num_stages=num_stages, lag_per_hop=lag_per_hop),
@@ -177,7 +161,7 @@ class PipeOptim(ForwardOnly):
     """
 
     name: ClassVar[str] = "pipeoptim"
-    predict: ClassVar[Predict] = staticmethod(repeated)
+    predict: ClassVar[Predict] = staticmethod(repeated_update)
 
 
 @dataclass(frozen=True)
@@ -191,4 +175,4 @@ class MultiStep(ForwardOnly):
     """
 
     name: ClassVar[str] = "multistep"
-    predict: ClassVar[Predict] = staticmethod(decaying)
+    predict: ClassVar[Predict] = staticmethod(updates_without_gradients)

@@ -1,0 +1,58 @@
+"""`weight_moves` on one core of a CPU, compiled by Numba: each number is read and written once, where torch takes six passes.
+
+Rows (n,) are all float32 or all float64, and share no memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lightning_topt.basics.jit import kernel
+from lightning_topt.prediction.weight_moves import Move, SGDMove
+
+BLOCK = 1024  # numbers, of which three rows fit the first-level cache
+
+
+def keep_and_move(weights: Any, first: Any, kept: Any, second: Any = None, *, move: Move) -> None:
+    """Copy `weights` into `kept` and move them."""
+    if isinstance(move, SGDMove):
+        _sgd(weights, first, kept, np.array(move, weights.dtype))
+    else:
+        _adam(weights, first, second, kept, np.array(move, weights.dtype))
+
+
+@kernel
+def _sgd(weights: Any, first: Any, kept: Any, factors: Any) -> None:
+    of_weight, of_buffer = factors[0], factors[1]
+    for i in range(weights.size):
+        kept[i] = weights[i]
+        weights[i] = of_weight * weights[i] + of_buffer * first[i]
+
+
+@kernel
+def _read(weights: Any, first: Any, second: Any, kept: Any, mean: Any, root: Any) -> None:
+    for i in range(weights.size):
+        kept[i] = weights[i]
+        mean[i] = first[i]
+        root[i] = np.sqrt(second[i])
+
+
+@kernel
+def _step(weights: Any, mean: Any, root: Any, step: Any) -> None:
+    shrink, keep, pull, rate, correction, eps = step[0], step[1], step[2], step[3], step[4], step[5]
+    for i in range(weights.size):
+        weight = shrink * weights[i]
+        mean[i] = keep * mean[i] + pull * weight
+        weights[i] = weight - rate * mean[i] / (root[i] / correction + eps)
+
+
+@kernel
+def _adam(weights: Any, first: Any, second: Any, kept: Any, steps: Any) -> None:
+    mean, root = np.empty(BLOCK, weights.dtype), np.empty(BLOCK, weights.dtype)
+    for start in range(0, weights.size, BLOCK):
+        block = slice(start, min(start + BLOCK, weights.size))
+        _read(weights[block], first[block], second[block], kept[block], mean, root)
+        for step in steps:
+            _step(weights[block], mean, root, step)

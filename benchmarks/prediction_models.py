@@ -19,7 +19,12 @@ from torch.optim import Optimizer
 from lightning_topt.cli.tasks.byte_lm import Block, ByteGPT, StdlibBytesDataModule
 
 Batch = tuple[Tensor, Tensor]
-METRICS = {"transformer": "validation bits per byte", "cnn": "test errors in %", "lstm": "test errors in %"}
+METRICS = {
+    "transformer": "validation bits per byte",
+    "long transformer": "validation bits per byte",
+    "cnn": "test errors in %",
+    "lstm": "test errors in %",
+}
 
 
 class Task(NamedTuple):
@@ -110,7 +115,8 @@ def deal(pieces: Sequence[nn.Module], num_stages: int) -> list[nn.Sequential]:
 
 
 # ---- a transformer on bytes of source code
-LAYERS, HIDDEN, SEQ_LEN, SEQUENCES, TEXT_STEPS = 3, 32, 32, 8, 1000
+LAYERS, HIDDEN, SEQ_LEN, SEQUENCES = 3, 32, 32, 8
+TEXT_STEPS = {"transformer": 1000, "long transformer": 4000}
 
 
 def _gpt() -> list[nn.Module]:
@@ -120,15 +126,16 @@ def _gpt() -> list[nn.Module]:
 
 
 class _Text:
-    def __init__(self) -> None:
-        data = StdlibBytesDataModule(SEQ_LEN, SEQUENCES, max_bytes=1_000_000)
+    def __init__(self, steps: int) -> None:
+        data = StdlibBytesDataModule(SEQ_LEN, SEQUENCES, max_bytes=1000 * steps)
         data.setup()
+        self.steps = steps
         self.train = torch.stack([data.train_data[i] for i in range(len(data.train_data))])
         self.held = torch.stack([data.val_data[i] for i in range(0, len(data.val_data), 3)][:1024]).long()
 
     def batches(self, seed: int) -> list[Batch]:
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
-        chosen = [self.train[part].long() for part in order[: TEXT_STEPS * SEQUENCES].split(SEQUENCES)]
+        chosen = [self.train[part].long() for part in order[: self.steps * SEQUENCES].split(SEQUENCES)]
         return [(tokens[:, :-1], tokens[:, 1:]) for tokens in chosen]
 
     def judge(self, model: nn.Module) -> tuple[float, float]:
@@ -196,9 +203,9 @@ def _sgd(rate: float) -> Callable[[Sequence[nn.Parameter], str], Optimizer]:
 
 
 def make_task(name: str) -> Task:
-    """The task "transformer", "cnn" or "lstm"; all chains have 8 pieces."""
-    if name == "transformer":
-        text = _Text()
+    """The task of one of `METRICS`; all chains have 8 pieces."""
+    if name in TEXT_STEPS:
+        text = _Text(TEXT_STEPS[name])
         return Task(_gpt, text.batches, _next_byte, _adamw, METRICS[name], text.judge)
     digits = _Digits(rows=name == "lstm")
     pieces, rate = (_recurrent, ROW_RATE) if name == "lstm" else (_convolutional, IMAGE_RATE)

@@ -94,12 +94,13 @@ def main() -> None:
         f"# Seconds until a validation loss on {NODES} nodes of one rank",
         "",
         f"`sudo python -m benchmarks.time_to_quality --rounds {options.rounds} --rate {options.rate} "
-        f"--steps {options.steps} --width {options.width} --microbatches {options.microbatches}`",
+        f"--steps {options.steps} --width {options.width} --microbatches {options.microbatches} "
+        f"--predictions {' '.join(options.predictions)}`",
         "",
         machine(),
         "",
-        f"LSTM of {parameters / 1e6:.1f} M parameters, AdamW, 32 sequences of 32 bytes per update, {options.steps} updates;",
-        f"validation loss to be reached: {target:.3f}. Median (range) over seeds, one training of each plan and seed.",
+        f"LSTM of {parameters / 1e6:.1f} M parameters, AdamW (fused), 32 sequences of 16 bytes per update, {options.steps}",
+        f"updates; validation loss to be reached: {target:.3f}. Median (range) over seeds, one training of each plan and seed.",
         "",
         "| plan | seconds per update | updates | seconds | ddp's seconds / these | lowest loss |",
         "|---|---|---|---|---|---|",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import multiprocessing as mp
 import os
 import pickle
+import random
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +30,19 @@ def load_kernels() -> None:
     """Compile what ranks call, or read it from the disk: once, rather than in each rank."""
     warm_up()
     load_datagram_kernels()
+
+
+def free_port() -> int:
+    """Return a port of this machine on which nobody listens, none of those that the kernel gives to connections.
+
+    Such a one may be another's a moment after it was free.
+    """
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(given.read_text().split()[0]) if given.exists() else 32768
+    while True:
+        port = random.SystemRandom().randrange(first // 2, first)  # whatever a test's seed is
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 90) -> list[Any]:

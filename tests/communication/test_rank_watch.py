@@ -5,11 +5,9 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_topt.communication import rank_watch
 from lightning_topt.communication.processes import fate_of, own_identity
 from lightning_topt.communication.rank_watch import is_of_collective, time_limit, watch_ranks, within_limit
+from tests.launch import free_port
 
 ERROR = RuntimeError("Connection closed by peer")
 LIMIT = timedelta(seconds=60)
@@ -30,8 +29,7 @@ def on_tcp(function: Callable[..., str], world_size: int, *, reporters: list[int
     """Run ``function(rank, pids)`` on ranks whose store rank 0 hosts; what the `reporters` return."""
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         context.Process(target=_rank, args=(function, rank, world_size, port, queue)) for rank in range(world_size)
     ]

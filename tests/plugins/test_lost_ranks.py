@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -33,6 +32,7 @@ from lightning_topt import (
 from lightning_topt.communication import LocalSteps, TopK
 from lightning_topt.communication.processes import process_state
 from lightning_topt.costs.cluster import Cluster, Device, Link
+from tests.launch import free_port
 from tests.plugins.trainer_ranks import RecordingGPT, _as_torchrun, loader, make_trainer
 from tests.preloaded import preloaded_python
 
@@ -192,8 +192,7 @@ def started(cases: list[str], folder: str) -> Iterator[Any]:
     queue = context.SimpleQueue()
     ranks = []
     for case in cases:
-        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         ranks += [context.Process(target=run, args=(rank, port, queue, case, folder)) for rank in range(2)]
         for rank in ranks[-2:]:
             rank.start()
@@ -270,21 +269,12 @@ print("FINISHED")
 """
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ones: two jobs that start at once and look for themselves may find the same."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 def test_processes_that_lightning_started_name_the_killed_one(tmp_path: Path) -> None:
     """The main process says so itself before Lightning's observer kills it; without it, the others do."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     jobs = []
-    for (plan, dead), port in zip((("zero1", 1), ("zero3", 0)), free_ports(2), strict=True):
-        environment["MASTER_PORT"] = str(port)
+    for plan, dead in (("zero1", 1), ("zero3", 0)):
+        environment["MASTER_PORT"] = str(free_port())
         script = tmp_path / f"{plan}.py"
         script.write_text(SCRIPT.format(plan=plan, dead=dead))
         out = (tmp_path / f"{plan}.txt").open("w+")

@@ -6,9 +6,7 @@ import multiprocessing as mp
 import os
 import re
 import signal
-import socket
 import time
-from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +20,7 @@ from lightning_topt.communication.rank_watch import is_of_collective, watch_rank
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from tests.execution.pipeline.stage_models import loss_of, make, plan_of, tokens
+from tests.launch import free_port
 
 WORLD, LIMIT = 3, 3.0
 
@@ -89,8 +88,7 @@ def run(rank: int, schedule: str, what: str, where: str, port: int, queue: Any) 
 def test_the_rank_that_fails_is_named_by_all_others(schedule: str, what: str, where: str, lost: int, says: str) -> None:
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [context.Process(target=run, args=(rank, schedule, what, where, port, queue)) for rank in range(WORLD)]
     for process in ranks:
         process.start()

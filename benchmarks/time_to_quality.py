@@ -47,8 +47,43 @@ def draw(found: Mapping[str, Sequence[Points]], target: float) -> None:
     figure.savefig(RESULTS / "time_to_quality.png", dpi=120)
 
 
+def report(found: Mapping[str, Sequence[Points]], parameters: int, options: argparse.Namespace) -> None:
+    """Draw and write the table of the rounds so far."""
+    target = max(min(point[2] for point in points) for several in found.values() for points in several)
+    rows = []
+    for name, several in found.items():
+        seconds = [reached(points, target)[1] for points in several]
+        gains = [reached(other, target)[1] / mine for other, mine in zip(found["ddp"], seconds, strict=True)]
+        updates = [reached(points, target)[0] for points in several]
+        each = [points[-1][1] / points[-1][0] for points in several]
+        losses = [min(point[2] for point in points) for points in several]
+        cells = (spread(each), spread(updates, 0), spread(seconds, 1), spread(gains, 2), spread(losses, 3))
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    draw(found, target)
+    (RESULTS / "time_to_quality.json").write_text(json.dumps(found))
+    lines = [
+        f"# Seconds until a validation loss on {NODES} nodes of one rank",
+        "",
+        f"`sudo python -m benchmarks.time_to_quality --rounds {len(found['ddp'])} --rate {options.rate} "
+        f"--steps {options.steps} --width {options.width} --microbatches {options.microbatches} "
+        f"--predictions {' '.join(options.predictions)}`",
+        "",
+        machine(),
+        "",
+        f"LSTM of {parameters / 1e6:.1f} M parameters, AdamW (fused), 32 sequences of 16 bytes per update, {options.steps}",
+        f"updates; validation loss to be reached: {target:.3f}. Median (range) over seeds, one training of each plan and seed.",
+        "",
+        "| plan | seconds per update | updates | seconds | ddp's seconds / these | lowest loss |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+        "![curves](time_to_quality.png)",
+    ]
+    (RESULTS / "time_to_quality.md").write_text("\n".join(lines) + "\n")
+
+
 def main() -> None:
-    """Measure, draw and write the table."""
+    """Measure, and report after each round."""
     end_on_signals()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -78,37 +113,7 @@ def main() -> None:
                 found[name].append(result["points"])
                 parameters = result["parameters"]
                 print(name, seed, result["points"][-1], flush=True)
-    target = max(min(point[2] for point in points) for several in found.values() for points in several)
-    rows = []
-    for name, several in found.items():
-        seconds = [reached(points, target)[1] for points in several]
-        gains = [reached(other, target)[1] / mine for other, mine in zip(found["ddp"], seconds, strict=True)]
-        updates = [reached(points, target)[0] for points in several]
-        each = [points[-1][1] / points[-1][0] for points in several]
-        losses = [min(point[2] for point in points) for points in several]
-        cells = (spread(each), spread(updates, 0), spread(seconds, 1), spread(gains, 2), spread(losses, 3))
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    draw(found, target)
-    (RESULTS / "time_to_quality.json").write_text(json.dumps(found))
-    lines = [
-        f"# Seconds until a validation loss on {NODES} nodes of one rank",
-        "",
-        f"`sudo python -m benchmarks.time_to_quality --rounds {options.rounds} --rate {options.rate} "
-        f"--steps {options.steps} --width {options.width} --microbatches {options.microbatches} "
-        f"--predictions {' '.join(options.predictions)}`",
-        "",
-        machine(),
-        "",
-        f"LSTM of {parameters / 1e6:.1f} M parameters, AdamW (fused), 32 sequences of 16 bytes per update, {options.steps}",
-        f"updates; validation loss to be reached: {target:.3f}. Median (range) over seeds, one training of each plan and seed.",
-        "",
-        "| plan | seconds per update | updates | seconds | ddp's seconds / these | lowest loss |",
-        "|---|---|---|---|---|---|",
-        *rows,
-        "",
-        "![curves](time_to_quality.png)",
-    ]
-    (RESULTS / "time_to_quality.md").write_text("\n".join(lines) + "\n")
+            report(found, parameters, options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`weight_moves` on one core of a CPU, compiled by Numba: each number is read and written once, where torch takes six passes.
+"""Moves of weights on one core of a CPU, compiled by Numba: each number is read and written once, where torch takes six passes.
 
 Rows (n,) are all float32 or all float64, and share no memory.
 """
@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 
 from lightning_topt.basics.jit import kernel
-from lightning_topt.prediction.weight_moves import Move, SGDMove
 
 BLOCK = 1024  # numbers, of which three rows fit the first-level cache
 
 
-def keep_and_move(weights: Any, first: Any, kept: Any, second: Any = None, *, move: Move) -> None:
-    """Copy `weights` into `kept` and move them."""
-    if isinstance(move, SGDMove):
+def keep_and_move(weights: Any, first: Any, kept: Any, second: Any = None, *, move: Any) -> None:
+    """Copy `weights` into `kept` and move them: by an `SGDMove` (2,) without `second`, else by `AdamStep`s (steps, 6)."""
+    if second is None:
         _sgd(weights, first, kept, np.array(move, weights.dtype))
     else:
         _adam(weights, first, second, kept, np.array(move, weights.dtype))

@@ -56,7 +56,8 @@ METHODS = {
 
 def run(task: Task, method: Method, seed: int, out: Path) -> None:
     """Train once, as a rank of two nodes; rank 0 writes its curve, the share lost and whether ranks ended equal."""
-    end, strategy, callbacks = End(), DDPStrategy(), []  # type: End, Strategy, list[pl.Callback]
+    end, strategy = End(), DDPStrategy()
+    callbacks: list[pl.Callback] = []
     if method.options is not None:
         strategy = CompressedDDPStrategy(BoundedLoss(**method.options))
         callbacks.append(ExchangeMonitor(every_n_steps=10**9))  # so that statistics at the end are of all steps

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_topt.communication.bounded_loss.control_messages import BY_BOTH, BY_DATAGRAM, send_control, send_report
+from lightning_topt.communication.bounded_loss.control_messages import (
+    BY_BOTH,
+    BY_DATAGRAM,
+    REPORT_BYTES,
+    send_control,
+    send_report,
+)
 from lightning_topt.communication.bounded_loss.data_arrivals import FURTHEST_JUMP, find_slot, reject, take_data
 from lightning_topt.communication.bounded_loss.datagram import (
-    ASK,
     BITMAP,
     CONTRIBUTION,
     FAILED,
     HEADER_BYTES,
-    LATER,
     LEAVE,
     OPEN,
     PING,
@@ -22,7 +26,6 @@ from lightning_topt.communication.bounded_loss.datagram import (
     RESULT,
     STOP,
     SYNC,
-    TURN,
     unwrapped,
 )
 from lightning_topt.communication.bounded_loss.part_progress import (
@@ -32,16 +35,16 @@ from lightning_topt.communication.bounded_loss.part_progress import (
     result_stopped,
     send_bitmap,
 )
-from lightning_topt.communication.bounded_loss.rate_rule import measure_trip, take_report
+from lightning_topt.communication.bounded_loss.path_measures import measure_trip, take_report
 from lightning_topt.communication.bounded_loss.raw_memory import inner, load8, load16, load32, load64
-from lightning_topt.communication.bounded_loss.receiver_turns import take_turn_message
 from lightning_topt.communication.bounded_loss.shard_sum import has_bit
 from lightning_topt.communication.bounded_loss.table_views import (
     bit_row,
     config_row,
     flow_row,
+    link_row,
+    path_row,
     peer_row,
-    rate_row,
     slot_row,
 )
 from lightning_topt.communication.bounded_loss.tables import (
@@ -65,6 +68,7 @@ from lightning_topt.communication.bounded_loss.tables import (
     PROGRESS_NS,
     RECEIVING,
     REPORT_HIGHEST,
+    SENDERS,
     SENDING,
     SERIAL,
     STATE,
@@ -75,6 +79,7 @@ from lightning_topt.communication.bounded_loss.tables import (
     TRIES,
     UNREPORTED,
     WAIT_OPEN,
+    WORLD,
     WRONG_PLACE,
 )
 
@@ -84,7 +89,7 @@ def take_control(t: int, peer: int, address: int, size: int, arrived: int, is_st
     """Act on a control message; one about something that this rank does not know is dropped."""
     kind, body = load8(address), size - HEADER_BYTES
     row = peer_row(t, peer)
-    if kind == REPORT and body == 48:
+    if kind == REPORT and body == REPORT_BYTES:
         _take_report(t, peer, address + HEADER_BYTES, arrived, now)
     elif kind == SYNC and body == 8:
         _raise_highest(t, peer, load64(address + HEADER_BYTES))
@@ -94,8 +99,6 @@ def take_control(t: int, peer: int, address: int, size: int, arrived: int, is_st
     elif kind == FAILED and body == 8 and is_stream:
         row[FAILED_RANK] = 1 + load64(address + HEADER_BYTES)
         config_row(t)[EVENTS] += 1
-    elif kind == TURN and body == 0 and ASK <= load8(address + 1) <= LATER:
-        take_turn_message(t, peer, load8(address + 1), now)
     elif kind == LEAVE and is_stream:
         row[LEFT] = 1
     elif kind in (OPEN, PROBE, BITMAP, STOP):
@@ -145,10 +148,11 @@ def _take_report(t: int, peer: int, body: int, arrived: int, now: int) -> None:
         reject(t, WRONG_PLACE)
         return
     if stamp:
-        measure_trip(rate_row(t, peer), (arrived - stamp - held) * 1e-9)
+        measure_trip(path_row(t, peer), link_row(t), (arrived - stamp - held) * 1e-9)
     row[REPORT_HIGHEST] = max(row[REPORT_HIGHEST], highest)
-    there = load64(body + 40) * 1e-9
-    take_report(rate_row(t, peer), highest, lost, marked, row[NEXT_SEQUENCE], there, now * 1e-9)
+    row[SENDERS] = min(max(load64(body + 56), 0), config_row(t)[WORLD])
+    reached, there = load64(body + 40), load64(body + 48) * 1e-9
+    take_report(path_row(t, peer), link_row(t), highest, lost, marked, reached, there, now * 1e-9)
 
 
 @inner

@@ -7,7 +7,8 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_topt.communication.bounded_loss.datagram import HEADER_BYTES, REPORT, write_header
-from lightning_topt.communication.bounded_loss.rate_rule import answer_seconds
+from lightning_topt.communication.bounded_loss.link_shares import count_senders
+from lightning_topt.communication.bounded_loss.path_measures import answer_seconds
 from lightning_topt.communication.bounded_loss.raw_memory import (
     CLOCK_REALTIME,
     copy_memory,
@@ -28,8 +29,8 @@ from lightning_topt.communication.bounded_loss.table_views import (
     WORK,
     config_row,
     counter_row,
+    path_row,
     peer_row,
-    rate_row,
     sent_message,
     sent_part,
     source_of,
@@ -47,6 +48,8 @@ from lightning_topt.communication.bounded_loss.tables import (
     MARKS_SEEN,
     PENDING_BYTES,
     RANK,
+    REACHED,
+    REACHED_NS,
     REPORTED_NS,
     SENT_BYTES,
     STAMP_SEEN,
@@ -63,6 +66,7 @@ SOL_UDP, UDP_SEGMENT, UDP_GRO, IP_TOS = 17, 103, 104, 1
 CONTROL_TOS = 46 << 2  # expedited forwarding
 BODY = 8 + HEADER_BYTES  # in `Tables.message`
 BY_DATAGRAM, BY_STREAM, BY_BOTH = 1, 2, 3
+REPORT_BYTES = 64
 
 
 @inner
@@ -144,7 +148,8 @@ def flush_stream(t: int, peer: int) -> None:
 
 @inner
 def send_report(t: int, peer: int, now: int) -> None:
-    """Tell a sender what came of its datagrams: highest number, missing, marked; its clock back, and how long it lay here."""
+    """Tell a sender what came of its datagrams: highest number, missing, marked; its clock back, how long it lay here;
+    how many datagrams of all ranks came and when the last did; how many ranks have data for this one."""
     row, body = peer_row(t, peer), table(t, MESSAGE) + BODY
     clock = nanoseconds(CLOCK_REALTIME, table(t, WORK))
     store64(body, row[HIGHEST_SEEN])
@@ -152,13 +157,15 @@ def send_report(t: int, peer: int, now: int) -> None:
     store64(body + 16, row[MARKS_SEEN])
     store64(body + 24, row[STAMP_SEEN])
     store64(body + 32, clock - row[ARRIVED_NS])
-    store64(body + 40, row[ARRIVED_NS])
-    send_control(t, peer, REPORT, 0, 0, 0, 0, 48, BY_DATAGRAM)
+    store64(body + 40, config_row(t)[REACHED])
+    store64(body + 48, config_row(t)[REACHED_NS])
+    store64(body + 56, count_senders(t, clock))
+    send_control(t, peer, REPORT, 0, 0, 0, 0, REPORT_BYTES, BY_DATAGRAM)
     row[UNREPORTED], row[REPORTED_NS], row[STAMP_SEEN] = 0, now, 0
 
 
 @inner
 def answer_nanoseconds(t: int, peer: int, tries: int) -> int:
     """Return how long to wait for an answer of `peer` after that many without one."""
-    seconds = answer_seconds(rate_row(t, peer)) * 2.0 ** min(tries, 8)
-    return int(min(seconds, max(0.2, 2 * answer_seconds(rate_row(t, peer)))) * 1e9)
+    seconds = answer_seconds(path_row(t, peer)) * 2.0 ** min(tries, 8)
+    return int(min(seconds, max(0.2, 2 * answer_seconds(path_row(t, peer)))) * 1e9)

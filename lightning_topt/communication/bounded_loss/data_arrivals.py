@@ -33,6 +33,7 @@ from lightning_topt.communication.bounded_loss.tables import (
     ELEMENTS,
     EXACT,
     FIRST,
+    HAS_DATA,
     HIGHEST_SEEN,
     IN_C,
     IN_R,
@@ -42,6 +43,8 @@ from lightning_topt.communication.bounded_loss.tables import (
     MISSING_R,
     OUT,
     PROGRESS_NS,
+    REACHED,
+    REACHED_NS,
     RECEIVED,
     RECEIVED_DATAGRAMS,
     RECEIVING,
@@ -86,11 +89,14 @@ def _count_data(t: int, peer: int, address: int, arrived: int, marked: int) -> b
     sequence = unwrapped(load32(address + 28), row[HIGHEST_SEEN])
     if abs(sequence - row[HIGHEST_SEEN]) > FURTHEST_JUMP or sequence < 0:
         return False
-    row[HIGHEST_SEEN] = max(row[HIGHEST_SEEN], sequence)
+    if sequence > row[HIGHEST_SEEN]:
+        row[HIGHEST_SEEN], row[HAS_DATA] = sequence, load8(address + 1)
     row[COUNT_SEEN] += 1
     row[MARKS_SEEN] += marked
     row[UNREPORTED] += 1
     row[STAMP_SEEN], row[ARRIVED_NS] = load64(address + 32), arrived
+    config = config_row(t)
+    config[REACHED], config[REACHED_NS] = config[REACHED] + 1, max(config[REACHED_NS], arrived)
     counter_row(t)[RECEIVED_DATAGRAMS] += 1
     counter_row(t)[MARKED_DATAGRAMS] += marked
     return True

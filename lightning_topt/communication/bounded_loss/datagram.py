@@ -21,9 +21,8 @@ FEWEST_DATAGRAM_BYTES, MOST_DATAGRAM_BYTES = 512, 65000
 
 CONTRIBUTION, RESULT = 1, 2  # data: of a rank to the owner of a shard; of the owner to all
 OPEN, PROBE, BITMAP, STOP, REPORT, SYNC, PING, PONG, FAILED, LEAVE = 3, 4, 5, 6, 7, 8, 9, 10, 11, 12
-TURN = 13  # flags: ASK, GRANT, ...
-KINDS = 14
-ASK, GRANT, DONE_TURN, END_TURN, LATER = 1, 2, 3, 4, 5
+KINDS = 13
+MORE = 1  # flag of data: the sender has more for this receiver
 
 MOST_PARTS, MOST_BUCKETS = 1 << 12, 1 << 20
 MASK32 = 0xFFFFFFFF

@@ -17,7 +17,6 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     store64,
     wait_for_files,
 )
-from lightning_topt.communication.bounded_loss.receiver_turns import end_silent_turn
 from lightning_topt.communication.bounded_loss.receiving import forget_errors, receive_datagrams, receive_stream
 from lightning_topt.communication.bounded_loss.repeated_probes import repeat_probes
 from lightning_topt.communication.bounded_loss.table_views import (
@@ -133,7 +132,6 @@ def run_loop(t: int) -> int:
         config[NEXT_TIMER] = NEVER
         _send_reports(t, now)
         repeat_probes(t, now)
-        end_silent_turn(t, now)
         sum_more(t)
         sent = send_data(t, now, SEND_TURNS)
         if config[EVENTS] or now >= config[RETURN_NS]:

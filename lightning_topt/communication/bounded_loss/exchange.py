@@ -213,14 +213,14 @@ def _filled_tables(
     for column, value in values.items():
         t.config[column] = value
     t.peers[:, tables.STREAM] = -1
+    if options.rate is not None:
+        t.link[MOST_RATE] = options.rate
     for peer, (host, port, _) in enumerate(addresses):
         t.sources[peer, :8] = np.frombuffer(socket_address(host, port), np.uint8)
         if peer != rank:
             t.peers[peer, tables.STREAM] = channels.sockets[peer].fileno()
             share = channels.budgets[peer] // (world_size - 1) // int(t.config[tables.DATAGRAM])
             t.peers[peer, tables.MOST_IN_FLIGHT] = share
-            if options.rate is not None:
-                t.rates[peer, MOST_RATE] = options.rate / (world_size - 1)
     return t
 
 

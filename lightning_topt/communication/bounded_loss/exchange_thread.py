@@ -117,9 +117,9 @@ class ExchangeThread:
             handle.parts_left = len(known.parts)
             self._waiting.extend((part, handle) for part in known.parts)
             if handle.tolerance > 0:
-                self.t.rates[:, TARGET] = handle.tolerance * TARGET_SHARE
+                self.t.link[TARGET] = handle.tolerance * TARGET_SHARE
             else:
-                self.t.rates[:, TARGET] = np.maximum(self.t.rates[:, TARGET], DEFAULT_TARGET)
+                self.t.link[TARGET] = max(float(self.t.link[TARGET]), DEFAULT_TARGET)
 
     def _make(self, handle: Handle, exact: Exact) -> BucketParts:
         first = int(self.t.config[tables.USED_SLOTS])

@@ -27,4 +27,4 @@ def load_kernels() -> None:
     open_part(t.address, 0, 0.0, 0)
     send_control(t.address, 1, PING, 0, 0, 0, 0, 0, 0)
     undelivered_segments(t.address, 0, np.zeros(1, np.int64))
-    pacing_rate(t.rates[0], 44)
+    pacing_rate(t.link, 44)

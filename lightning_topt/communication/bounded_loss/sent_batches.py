@@ -12,7 +12,8 @@ from lightning_topt.communication.bounded_loss.control_messages import (
     write_ancillary,
     write_message,
 )
-from lightning_topt.communication.bounded_loss.datagram import CONTRIBUTION, HEADER_BYTES, RESULT, write_header
+from lightning_topt.communication.bounded_loss.datagram import CONTRIBUTION, HEADER_BYTES, MORE, RESULT, write_header
+from lightning_topt.communication.bounded_loss.link_shares import has_more
 from lightning_topt.communication.bounded_loss.rate_rule import REFUSED_IN_ROUND
 from lightning_topt.communication.bounded_loss.raw_memory import (
     CLOCK_REALTIME,
@@ -23,6 +24,7 @@ from lightning_topt.communication.bounded_loss.raw_memory import (
     nanoseconds,
     send_message,
     send_messages,
+    store8,
 )
 from lightning_topt.communication.bounded_loss.repeated_probes import send_probe
 from lightning_topt.communication.bounded_loss.shard_sum import has_bit, segment_elements
@@ -37,8 +39,8 @@ from lightning_topt.communication.bounded_loss.table_views import (
     counter_row,
     flow_row,
     large_of,
+    link_row,
     peer_row,
-    rate_row,
     sent_message,
     sent_part,
     slot_row,
@@ -73,6 +75,7 @@ from lightning_topt.communication.bounded_loss.tables import (
     STEP,
     SUM,
     TENSOR,
+    TO_SEND,
     TRIES,
     UDP,
     VALUES,
@@ -111,7 +114,7 @@ def _fill_batch(t: int, slot: int, peer: int, way: int, most: int, clock: int) -
             large = _is_large(t, slot, way, segment)
             size = 4 * segment_elements(t, slot, segment)
             header = table(t, SEND_HEADERS) + HEADER_BYTES * count
-            write_header(header, kind, 0, config[RANK], row[STEP], config[KEY], row[TENSOR], segment, size,
+            write_header(header, kind, MORE, config[RANK], row[STEP], config[KEY], row[TENSOR], segment, size,
                          sequence + count, clock)  # fmt: skip
             part = sent_part(t, 2 * count)
             part[0], part[1] = header, HEADER_BYTES
@@ -120,6 +123,8 @@ def _fill_batch(t: int, slot: int, peer: int, way: int, most: int, clock: int) -
             count += 1
         index += 1
     flow[NEXT] = index
+    if count:
+        store8(table(t, SEND_HEADERS) + HEADER_BYTES * (count - 1) + 1, has_more(t, slot, peer, way, count))
     return count, service_class(row[PRIORITY], large) if config[MARKING] else -1
 
 
@@ -166,12 +171,13 @@ def send_batch(t: int, slot: int, peer: int, way: int, most: int, now: int) -> i
     sent = _transmit(t, peer, count, tos) if count else 0
     if sent == REFUSED:
         flow[NEXT] = before
-        rate_row(t, peer)[REFUSED_IN_ROUND] += count
+        link_row(t)[REFUSED_IN_ROUND] += count
         counter_row(t)[REFUSED_DATAGRAMS] += count
         return REFUSED
     if sent < count:  # the rest again: find the first that did not leave
         flow[NEXT] = before if sent == 0 else load32(table(t, SEND_HEADERS) + HEADER_BYTES * sent + 20) - flow[FIRST]
     row[NEXT_SEQUENCE] += sent
+    flow[TO_SEND] -= sent
     nbytes = sent * config[DATAGRAM]
     counter_row(t)[SENT_DATAGRAMS] += sent
     counter_row(t)[SENT_BYTES] += nbytes

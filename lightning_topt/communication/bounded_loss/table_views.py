@@ -12,7 +12,8 @@ import numpy as np
 from numba import types
 from numba.np.numpy_support import carray
 
-from lightning_topt.communication.bounded_loss.rate_rule import RATE_COLUMNS
+from lightning_topt.communication.bounded_loss.path_measures import PATH_COLUMNS
+from lightning_topt.communication.bounded_loss.rate_rule import LINK_COLUMNS
 from lightning_topt.communication.bounded_loss.raw_memory import Array, _typed_intrinsic, inner, load64
 from lightning_topt.communication.bounded_loss.tables import (
     CONFIG_COLUMNS,
@@ -27,7 +28,8 @@ from lightning_topt.communication.bounded_loss.tables import (
     WORLD,
 )
 
-_CONFIG, _COUNTERS, _PEERS, _RATES = ROOT["config"], ROOT["counters"], ROOT["peers"], ROOT["rates"]
+_CONFIG, _COUNTERS, _PEERS = ROOT["config"], ROOT["counters"], ROOT["peers"]
+_LINK, _PATHS = ROOT["link"], ROOT["paths"]
 _SLOTS, _FLOWS, _BITS, _EXACT = ROOT["slots"], ROOT["flows"], ROOT["bits"], ROOT["exact"]
 
 
@@ -73,9 +75,15 @@ def peer_row(t: int, peer: int) -> Array:
 
 
 @inner
-def rate_row(t: int, peer: int) -> Array:
-    """Return the row of a rank's rate, float64."""
-    return carray(_pointer(table(t, _RATES) + 8 * RATE_COLUMNS * peer, np.float64), RATE_COLUMNS)
+def link_row(t: int) -> Array:
+    """Return the row of this rank's link, float64."""
+    return carray(_pointer(table(t, _LINK), np.float64), LINK_COLUMNS)
+
+
+@inner
+def path_row(t: int, peer: int) -> Array:
+    """Return the row of the way to a rank, float64."""
+    return carray(_pointer(table(t, _PATHS) + 8 * PATH_COLUMNS * peer, np.float64), PATH_COLUMNS)
 
 
 @inner

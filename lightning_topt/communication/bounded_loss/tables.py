@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_topt.communication.bounded_loss.rate_rule import RATE_COLUMNS, reset_rate
+from lightning_topt.communication.bounded_loss.path_measures import PATH_COLUMNS, reset_path
+from lightning_topt.communication.bounded_loss.rate_rule import LINK_COLUMNS, reset_link
 from lightning_topt.communication.bounded_loss.raw_memory import Array
 
 # Ways of one slot and peer: my contribution to its shard, its contribution to mine, my sum to it, its sum to me.
@@ -21,9 +22,10 @@ RANK, WORLD, KEY, UDP, WAKE, DATAGRAM, ELEMENTS, OFFLOAD, USED_SLOTS, EVENTS, RE
     13
 )
 WRITABLE, MARKING, WORDS, PART_WORDS, PART_BLOCKS, PROBES_NS, RECENT_SLOT = range(13, 20)
-# Turns: whom this rank sends to, who sends to it (-1: nobody), what had come of that one when, and when. Parts being summed.
-TURN_TO, TURN_OF, TURN_COUNT, GRANTED_NS, SUMS = range(20, 25)
-CONFIG_COLUMNS = 25
+SUMS = 20  # parts being summed
+REACHED, REACHED_NS = 21, 22  # data of all ranks that came so far, and when the last did
+LINK_PACE_NS = 23  # when the next batch may leave, whoever it is for
+CONFIG_COLUMNS = 24
 
 # peers
 NEXT_SEQUENCE, HIGHEST_SEEN, COUNT_SEEN, MARKS_SEEN, UNREPORTED, REPORTED_NS, STAMP_SEEN, ARRIVED_NS, HEARD_NS = range(
@@ -31,9 +33,8 @@ NEXT_SEQUENCE, HIGHEST_SEEN, COUNT_SEEN, MARKS_SEEN, UNREPORTED, REPORTED_NS, ST
 )
 STREAM, CLOSED, STREAM_FILLED, PENDING_BYTES, PACE_NS, REPORT_HIGHEST, SYNC_NS, SYNC_TRIES = range(9, 17)
 FAILED_RANK, LEFT, MOST_IN_FLIGHT = range(17, 20)
-# Turns at this peer: granted and not begun, its end as a sequence number, said to be over, when to ask; of this peer.
-HELD, TURN_END, ANNOUNCED, ASK_NS, HAS_DATA, TURNS = range(20, 26)
-PEER_COLUMNS = 26
+HAS_DATA, SENDERS = 20, 21  # whether it has more for this rank, by its last datagram; how many ranks have data for it
+PEER_COLUMNS = 22
 
 # slots
 ACTIVE, TENSOR, STEP, NUMEL, SEGMENTS, PRIORITY, VALUES, OUT, SUM, RESCALE, WAITING_C, MISSING_R, UNSTOPPED_C = range(
@@ -70,7 +71,8 @@ class Tables(NamedTuple):
     config: Array  # (CONFIG_COLUMNS,)
     counters: Array  # (COUNTER_COLUMNS,)
     peers: Array  # (ranks, PEER_COLUMNS)
-    rates: Array  # (ranks, RATE_COLUMNS) float64
+    link: Array  # (LINK_COLUMNS,) float64: the rate at which datagrams leave
+    paths: Array  # (ranks, PATH_COLUMNS) float64
     sources: Array  # (ranks, 16) uint8: struct sockaddr_in
     slots: Array  # (slots, SLOT_COLUMNS)
     scales: Array  # (slots,) float64
@@ -113,14 +115,16 @@ def make_tables(*, world_size: int, slots: int, segments: int) -> Tables:
     def memory(*shape: int) -> Array:
         return np.zeros(shape, np.uint8)
 
-    rates = np.zeros((world_size, RATE_COLUMNS))
-    for row in rates:
-        reset_rate(row)
+    link, paths = np.zeros(LINK_COLUMNS), np.zeros((world_size, PATH_COLUMNS))
+    reset_link(link)
+    for row in paths:
+        reset_path(row)
     tables = Tables(
         config=zeros(CONFIG_COLUMNS),
         counters=zeros(COUNTER_COLUMNS),
         peers=zeros(world_size, PEER_COLUMNS),
-        rates=rates,
+        link=link,
+        paths=paths,
         sources=memory(world_size, 16),
         **_slot_tables(world_size=world_size, slots=slots, segments=segments),
         receive=zeros(RECEIVE_AT_ONCE, 8),
@@ -140,7 +144,6 @@ def make_tables(*, world_size: int, slots: int, segments: int) -> Tables:
         root=zeros(len(ROOT)),
     )
     tables.peers[:, HIGHEST_SEEN] = tables.peers[:, REPORT_HIGHEST] = -1
-    tables.config[TURN_TO] = tables.config[TURN_OF] = -1
     for index in range(RECEIVE_AT_ONCE):
         tables.receive_parts[index] = tables.receive_memory[index].ctypes.data, RECEIVE_BYTES
     _note_addresses(tables)

@@ -8,14 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightning_topt.communication.bounded_loss import rate_rule
-from lightning_topt.communication.bounded_loss.rate_rule import (
-    LIMITED,
-    RATE_COLUMNS,
-    measure_trip,
-    pacing_rate,
-    reset_rate,
-    take_report,
-)
+from lightning_topt.communication.bounded_loss.path_measures import PATH_COLUMNS, measure_trip, reset_path, take_report
+from lightning_topt.communication.bounded_loss.rate_rule import LIMITED, LINK_COLUMNS, pacing_rate, reset_link
 
 REPORT_SECONDS = 5e-4
 
@@ -45,8 +39,9 @@ class Ours(Sender):
 
     def __init__(self, target: float = 0.005) -> None:
         super().__init__()
-        self.row = np.zeros(RATE_COLUMNS)
-        reset_rate(self.row)
+        self.row, self.path = np.zeros(LINK_COLUMNS), np.zeros(PATH_COLUMNS)
+        reset_link(self.row)
+        reset_path(self.path)
         self.row[rate_rule.TARGET] = target
 
     def rate(self, round_trip: float) -> float:
@@ -54,8 +49,8 @@ class Ours(Sender):
 
     def take(self, now: float, trip: float, highest: int, lost: int, marked: int) -> None:
         self.row[LIMITED] = 1.0
-        measure_trip(self.row, trip)
-        take_report(self.row, highest, lost, marked, int(self.sent), 1 + now, now)
+        measure_trip(self.path, self.row, trip)
+        take_report(self.path, self.row, highest, lost, marked, highest + 1 - lost, 1 + now, now)
 
 
 class Cubic(Sender):

@@ -6,19 +6,25 @@ import numpy as np
 import pytest
 
 from lightning_topt.communication.bounded_loss import rate_rule
+from lightning_topt.communication.bounded_loss.path_measures import (
+    PATH_COLUMNS,
+    TRIP,
+    answer_seconds,
+    measure_trip,
+    reset_path,
+    take_report,
+)
 from lightning_topt.communication.bounded_loss.rate_rule import (
     CAUSED,
     FLOOR,
     LIMITED,
+    LINK_COLUMNS,
     REDUCTIONS,
     ROUND_TRIP,
     STARTING,
     WINDOW,
-    answer_seconds,
-    measure_trip,
     pacing_rate,
-    reset_rate,
-    take_report,
+    reset_link,
 )
 from tests.communication.bounded_loss.link_model import Cubic, Ours, run_link
 
@@ -27,19 +33,32 @@ LAN = 2e-4  # seconds
 
 
 def fresh() -> np.ndarray:
-    row = np.zeros(rate_rule.RATE_COLUMNS)
-    reset_rate(row)
+    row = np.zeros(LINK_COLUMNS)
+    reset_link(row)
     return row
 
 
-def rounds(row: np.ndarray, count: int, *, lost_each: int = 0, marked_each: int = 0, size: int = 100) -> None:
-    """So many round trips with that many datagrams, all limited by the window."""
-    highest, lost = int(row[rate_rule.HIGHEST]), int(row[rate_rule.ALL_LOST])
-    marked, now = int(row[rate_rule.ALL_MARKED]), float(row[rate_rule.ROUND_BEGAN])
-    for _ in range(count):
-        highest, lost, marked, now = highest + size, lost + lost_each, marked + marked_each, now + 2e-3
+def fresh_path() -> np.ndarray:
+    row = np.zeros(PATH_COLUMNS)
+    reset_path(row)
+    return row
+
+
+def rounds(
+    row: np.ndarray,
+    count: int,
+    *,
+    lost_each: int = 0,
+    marked_each: int = 0,
+    size: int = 100,
+) -> None:
+    """So many rounds of 2 ms with that many datagrams, all limited by the window; one receiver reports."""
+    path, now = fresh_path(), float(row[rate_rule.ROUND_BEGAN])
+    for number in range(1, count + 1):
+        now += 2e-3
         row[LIMITED] = 1.0
-        take_report(row, highest, lost, marked, highest + 1, 1 + now, now)
+        highest, lost, marked = number * size - 1, number * lost_each, number * marked_each
+        take_report(path, row, highest, lost, marked, highest + 1 - lost, 1 + now, now)
 
 
 def test_the_search_doubles_until_a_queue_overflows():
@@ -62,17 +81,29 @@ def test_what_is_not_limited_does_not_grow():
     row = fresh()
     rounds(row, 1, lost_each=50)
     before = row[WINDOW]
-    take_report(row, int(row[rate_rule.HIGHEST]) + 50, 50, 0, 10_000, 2.0, 1.0)
-    take_report(row, int(row[rate_rule.HIGHEST]) + 50, 50, 0, 20_000, 3.0, 2.0)
+    for now in (1.0, 2.0):
+        take_report(fresh_path(), row, 50, 0, 0, 50, 1 + now, now)
     assert row[WINDOW] == before
 
 
 def test_old_and_double_reports_are_dropped():
-    row = fresh()
-    rounds(row, 2)
-    known = row.copy()
-    take_report(row, int(row[rate_rule.HIGHEST]) - 50, 90, 90, 500, 9.0, 9.0)
-    np.testing.assert_array_equal(row, known)
+    row, path = fresh(), fresh_path()
+    take_report(path, row, 200, 2, 0, 199, 1.0, 1.0)
+    known = row.copy(), path.copy()
+    take_report(path, row, 150, 90, 90, 500, 9.0, 9.0)
+    np.testing.assert_array_equal(row, known[0])
+    np.testing.assert_array_equal(path, known[1])
+
+
+def test_reports_of_all_receivers_make_one_round():
+    """Each says what it lost since its last report; a round of 1 ms ends once for all of them."""
+    row, paths = fresh(), [fresh_path() for _ in range(3)]
+    for number, path in enumerate(paths):
+        take_report(path, row, 9, 1, 0, 9, 1.0, 1e-5 * number)
+    take_report(paths[0], row, 19, 3, 0, 17, 1.0, 4e-4)
+    assert row[rate_rule.ACKED] == 40 and row[rate_rule.LOST] == 5 and row[rate_rule.TRIPS] == 0
+    take_report(paths[1], row, 19, 1, 0, 19, 1.0, 2e-3)
+    assert row[rate_rule.ACKED] == 0 and row[rate_rule.TRIPS] == 1
 
 
 def test_marks_shrink_by_half_of_their_share():
@@ -93,38 +124,78 @@ def refused_round(row: np.ndarray, *, delivered: int, refused: int) -> None:
 def test_what_an_own_queue_refuses_is_no_loss():
     row = fresh()
     rounds(row, 1, lost_each=50)
-    rounds(row, 3, size=100)  # 50 in a millisecond get through
+    rounds(row, 12, size=100)  # 50 in a millisecond get through
     row[WINDOW] = row[rate_rule.W_MAX] = 80.0
     refused_round(row, delivered=100, refused=30)
     assert row[WINDOW] == pytest.approx(1.05 * 50) and row[CAUSED] == 0 and row[REDUCTIONS] == 1
     before = row[WINDOW]
     refused_round(row, delivered=20, refused=1)  # a burst of a late thread: no reason to be slower
     assert row[WINDOW] >= before
-    refused_round(row, delivered=20, refused=15)  # others use the queue
-    assert row[WINDOW] == pytest.approx(rate_rule.BETA * before, rel=0.1)
+    for _ in range(15):
+        refused_round(row, delivered=20, refused=15)  # others use the queue
+    assert row[WINDOW] < 0.75 * before and row[REDUCTIONS] > 1
 
 
 def test_the_search_ends_far_above_what_gets_through():
     """Where neither a loss nor a queue shows: a sender that is slower than the path."""
     row = fresh()
-    rounds(row, 12, size=40)
+    rounds(row, 30, size=40)
     assert not row[STARTING] and row[WINDOW] <= rate_rule.SEARCH_ABOVE * 20 * 2
 
 
 def test_round_trips_and_answers():
-    row = fresh()
-    measure_trip(row, 0.01)
-    assert row[ROUND_TRIP] == 0.01 and answer_seconds(row) == pytest.approx(0.03)
+    row, path = fresh(), fresh_path()
+    measure_trip(path, row, 0.01)
+    assert path[TRIP] == 0.01 and row[ROUND_TRIP] == pytest.approx(0.01) and answer_seconds(path) == pytest.approx(0.03)
     for nonsense in (-1.0, 0.0, 1e6):
-        measure_trip(row, nonsense)
-    assert row[ROUND_TRIP] == 0.01
+        measure_trip(path, row, nonsense)
+    assert path[TRIP] == 0.01 and row[ROUND_TRIP] == pytest.approx(0.01)
     for _ in range(200):
-        measure_trip(row, 0.02)
-    assert row[ROUND_TRIP] == pytest.approx(0.02, rel=0.01) and answer_seconds(row) < 0.025
+        measure_trip(path, row, 0.02)
+    assert path[TRIP] == pytest.approx(0.02, rel=0.01) and answer_seconds(path) < 0.025
     row[WINDOW] = 20
     assert pacing_rate(row, 1500) == pytest.approx(1.5e6, rel=0.01)
     row[rate_rule.MOST_RATE] = 1e6
     assert pacing_rate(row, 1500) == 1e6
+
+
+def test_bursts_are_blamed_first_then_batches_then_the_window():
+    row = fresh()
+    rounds(row, 1, lost_each=50)
+    rounds(row, 1)
+    window, row[rate_rule.BURST_USED] = row[WINDOW], 5.0
+    rounds(row, 1, lost_each=20)
+    assert row[rate_rule.BURST] < rate_rule.FIRST_BURST and row[rate_rule.BATCH] == rate_rule.MOST_BATCH
+    rounds(row, 1, lost_each=20)
+    assert row[rate_rule.BATCH] == rate_rule.BETA * rate_rule.MOST_BATCH and row[WINDOW] == window
+    rounds(row, 6, lost_each=20)
+    assert row[rate_rule.BATCH] == rate_rule.LEAST_BATCH and row[WINDOW] < window
+
+
+def test_a_queue_that_others_fill_is_not_left_to_them():
+    row, near = fresh(), fresh_path()
+    measure_trip(near, row, 1e-4)
+    rounds(row, 1, lost_each=50)
+    rounds(row, 12)
+    for _ in range(50):
+        measure_trip(near, row, 5e-3)
+    row[WINDOW], windows = 300.0, []
+    for _ in range(200):
+        measure_trip(near, row, 5e-3)
+        rounds(row, 3)
+        windows.append(row[WINDOW])
+    assert min(windows) < 250 and windows[-1] > min(windows) + 5
+
+
+def test_a_far_receiver_is_no_queue():
+    """Queues are what a round trip takes beyond the least of the same receiver."""
+    row, near, far = fresh(), fresh_path(), fresh_path()
+    measure_trip(near, row, 1e-4)
+    measure_trip(far, row, 0.05)
+    assert row[rate_rule.ROUND_QUEUE] == 0
+    row[rate_rule.ROUND_QUEUE] = rate_rule.NO_QUEUE
+    measure_trip(far, row, 0.052)
+    assert row[rate_rule.ROUND_QUEUE] == pytest.approx(0.002)
 
 
 @pytest.mark.parametrize("queue", [11, 22, 87, 4000], ids=["16 kB", "32 kB", "128 kB", "deep"])

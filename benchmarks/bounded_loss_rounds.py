@@ -17,15 +17,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.bounded_loss_run import Bounded, all_reduce, join_ranks, parameter_server
+from benchmarks.bounded_loss_run import Bounded, all_reduce, half_all_reduce, join_ranks, parameter_server
 from benchmarks.lab import sent_bytes
 from benchmarks.lab_nodes import CONGESTION
+from lightning_topt.communication import feedback_top_k
 
 TOLERANCES = {"ours, 1 %": 0.01, "ours, 0": 0.0}
+
+
+class SelectedEntries:
+    """The largest 1 % of each bucket with error feedback, gathered over TCP: `TopK` without a node's levels."""
+
+    def __init__(self) -> None:
+        self.residuals: dict[int, Tensor] = {}
+
+    def __call__(self, buckets: list[Tensor], group: Any = None) -> None:
+        for bucket in buckets:
+            residual = self.residuals.setdefault(len(bucket), torch.zeros_like(bucket))
+            values, indices = feedback_top_k(bucket, residual, len(bucket) // 100)
+            packed = torch.cat([values, indices.view(torch.float32)])
+            parts = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, packed, group=group)
+            bucket.zero_()
+            for part in parts:
+                chosen, places = part.chunk(2)
+                bucket.index_add_(0, places.contiguous().view(torch.int32), chosen)
+
+
 OVER_TCP = {
     "gloo, cubic": ("cubic", all_reduce),
     "gloo, BBR": ("bbr", all_reduce),
     "parameter server, cubic": ("cubic", parameter_server),
+    "16 bits, cubic": ("cubic", half_all_reduce),
+    "top-k 1 %, cubic": ("cubic", SelectedEntries()),
 }
 METHODS = [*TOLERANCES, *OVER_TCP]
 

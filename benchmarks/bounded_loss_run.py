@@ -96,9 +96,9 @@ def all_reduce(buckets: list[Tensor], group: Any = None) -> None:
         work.wait()
 
 
-def half_all_reduce(buckets: list[Tensor]) -> None:
+def half_all_reduce(buckets: list[Tensor], group: Any = None) -> None:
     halves = [bucket.bfloat16() for bucket in buckets]
-    all_reduce(halves)
+    all_reduce(halves, group)
     for bucket, half in zip(buckets, halves, strict=True):
         bucket.copy_(half)
 

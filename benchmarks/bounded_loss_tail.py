@@ -1,4 +1,5 @@
-"""Step times of sums of gradients where buffers are shallow or packets get lost: our exchange, gloo, a parameter server.
+"""Step times of sums of gradients where buffers are shallow or packets get lost: our exchange, others of ours over TCP, gloo, a
+parameter server.
 
     python -m benchmarks.bounded_loss_tail --rounds 5 --out benchmarks/results/bounded_loss_tail.md
 

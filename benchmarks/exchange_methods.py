@@ -131,6 +131,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ours, bf16": {"method": "bf16"},
     "ours, sign": {"method": "sign"},
 }
+LOSSY: dict[str, dict[str, Any]] = {"ours, bounded loss, 1 %": {"method": "bounded_loss", "tolerance": 0.01}}
 
 
 def prepare(name: str, module: nn.Module) -> Method:
@@ -139,4 +140,4 @@ def prepare(name: str, module: nn.Module) -> Method:
         return Method(module, 0.0)
     if name in PEERS:
         return PEERS[name](module)
-    return _ours(module, **(FLAT | HIERARCHICAL | OTHERS)[name])
+    return _ours(module, **(FLAT | HIERARCHICAL | OTHERS | LOSSY)[name])

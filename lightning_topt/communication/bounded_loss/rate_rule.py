@@ -45,12 +45,13 @@ FLOOR_HORIZON, MOST_FLOOR = 2000.0, 0.02  # datagrams; share
 STARTING_SHARE = 0.05
 MOST_TRIPS = 4.0  # round trips that a round counts for: reports may be rarer
 LOW_WINDOW = 0.97  # of the one that overflowed: below it what is lost is the path's
-REFUSED_ABOVE, ALONE, REFUSED_MOST = 1.05, 0.7, 0.4  # of the rate that gets through; of the best one; of a round
+REFUSED_ABOVE, REFUSED_LEAST = 1.05, 0.95  # of the rate that gets through; of the best one
+ALONE, REFUSED_MOST = 0.7, 0.4  # of the best rate; of a round
 MOST_ABOVE, SEARCH_ABOVE = 1.25, 4.5  # of the best rate
 MARGIN, LEAST_FIRST = 0.05, 0.3  # of a reduction beyond what was lost; the least that the search ends with
 QUEUE_LIMIT, FAIR_SHARE, BEST_SECONDS = 5e-4, 0.5, 60.0  # seconds; of the best rate; until it is forgotten
 FIRST_BURST, LEAST_BURST, MOST_BURST, BURST_STEP = 12.0, 1.0, 256.0, 0.5  # datagrams; of growth in a round
-LEAST_BATCH, MOST_BATCH, BATCH_STEP = 3.0, 10.0, 5e-3  # datagrams; of growth in a round
+LEAST_BATCH, MOST_BATCH, BATCH_STEP = 5.0, 10.0, 5e-3  # datagrams; of growth in a round
 DRAIN = 0.97  # of the rate that gets through, until a queue that is too long is gone
 DRAINS, DRAIN_SECONDS, COMPETING_SECONDS = (
     0.9,
@@ -195,7 +196,7 @@ def _follow(row: Array, count: float, seconds: float, now: float) -> None:
     Alone the window stays just above what gets through; beside others it shrinks as after a loss.
     """
     rate = row[RATE]
-    window = REFUSED_ABOVE * rate * round_seconds(row)
+    window = max(REFUSED_ABOVE * rate, REFUSED_LEAST * row[BEST]) * round_seconds(row)
     if rate > ALONE * row[BEST]:
         if window < row[WINDOW]:
             row[WINDOW] = row[W_MAX] = row[W_RENO] = window

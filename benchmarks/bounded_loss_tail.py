@@ -24,7 +24,7 @@ from benchmarks.common import machine
 from benchmarks.lab import Lab, end_on_signals
 from benchmarks.lab_nodes import allow_in_namespaces, check_root
 
-RATE = {"1gbit": 125e6, "100mbit": 12.5e6}  # bytes per second
+RATE = {"1gbit": 125e6, "100mbit": 12.5e6, "unlimited": float("nan")}  # bytes per second
 WIRE_SHARE = 1432 / 1514  # elements of a datagram of ours in a frame
 COLUMNS = (
     "nodes | queue | loss | method | median s | p99 s | p99 / median | / ideal | / gloo | lost | resent | CPU s | steps"
@@ -91,7 +91,13 @@ def _network(nodes: int, queue: str, loss: float, options: argparse.Namespace) -
     burst = "256kb" if deep else options.burst
     with (
         held(options.lock),
-        Lab(nodes, rate=options.rate, burst=burst, queue=None if deep else queue, loss=loss) as lab,
+        Lab(
+            nodes,
+            rate=None if options.rate == "unlimited" else options.rate,
+            burst=burst,
+            queue=None if deep else queue,
+            loss=loss,
+        ) as lab,
     ):
         result = lab.run_module(
             "benchmarks.bounded_loss_rounds",

@@ -50,7 +50,7 @@ from lightning_topt.communication.compiled import compiled
 
 SET_TIMER_SLACK = 29  # of prctl
 READABLE, CAN_WRITE, BROKEN = 0x1, 0x4, 0x8 | 0x10 | 0x20
-REPORT_EVERY_NS, REPORT_AT = 500_000, 64  # datagrams
+REPORT_EVERY_NS, REPORT_AT, LEAST_REPORTED = 500_000, 128, 8  # datagrams: half of what may always be under way at least
 RECEIVE_TURNS, SEND_TURNS = 4, 8  # calls before the other direction gets its turn
 RECEIVE_PAUSE_NS = 120_000  # after data: what comes meanwhile is taken together
 
@@ -66,7 +66,7 @@ def _send_reports(t: int, now: int) -> None:
         if row[UNREPORTED] == 0:
             continue
         due = row[REPORTED_NS] + REPORT_EVERY_NS * senders
-        if row[UNREPORTED] >= REPORT_AT or due <= now:
+        if row[UNREPORTED] >= max(REPORT_AT // senders, LEAST_REPORTED) or due <= now:
             send_report(t, peer, now)
         else:
             config_row(t)[NEXT_TIMER] = min(config_row(t)[NEXT_TIMER], due)

@@ -30,7 +30,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     SENDERS,
     SENDING,
     STATE,
-    TO_SEND,
     USED_SLOTS,
     WORLD,
 )
@@ -54,14 +53,13 @@ def most_urgent(t: int, peer: int) -> tuple[int, int]:
 
 
 @inner
-def has_more(t: int, slot: int, peer: int, way: int, count: int) -> bool:
-    """Return whether there are data for `peer` after the next `count` segments of this way."""
-    if flow_row(t, slot, peer, way)[TO_SEND] > count:
-        return True
+def has_other_data(t: int, slot: int, peer: int, way: int) -> bool:
+    """Return whether there are data for `peer` beside those of this slot and way (slot -1: any)."""
     for other in range(config_row(t)[USED_SLOTS]):
-        for way_of in (OUT_R, OUT_C):
-            this = other == slot and way_of == way
-            if not this and slot_row(t, other)[ACTIVE] and flow_row(t, other, peer, way_of)[STATE] == SENDING:
+        if not slot_row(t, other)[ACTIVE]:
+            continue
+        for kind in (OUT_R, OUT_C):
+            if (other != slot or kind != way) and flow_row(t, other, peer, kind)[STATE] == SENDING:
                 return True
     return False
 
@@ -71,7 +69,7 @@ def divide_link(t: int) -> int:
     """Set the share of each receiver that this rank has data for; returns how many they are."""
     config, receivers, shares = config_row(t), 0, 0.0
     for peer in range(config[WORLD]):
-        path_row(t, peer)[SHARE] = 1.0 if peer != config[RANK] and most_urgent(t, peer)[0] >= 0 else 0.0
+        path_row(t, peer)[SHARE] = 1.0 if peer != config[RANK] and has_other_data(t, -1, peer, 0) else 0.0
         receivers += path_row(t, peer)[SHARE] > 0
     for peer in range(config[WORLD]):
         path_row(t, peer)[SHARE] /= max(1, receivers, peer_row(t, peer)[SENDERS])

@@ -13,7 +13,7 @@ from lightning_topt.communication.bounded_loss.control_messages import (
     write_message,
 )
 from lightning_topt.communication.bounded_loss.datagram import CONTRIBUTION, HEADER_BYTES, MORE, RESULT, write_header
-from lightning_topt.communication.bounded_loss.link_shares import has_more
+from lightning_topt.communication.bounded_loss.link_shares import has_other_data
 from lightning_topt.communication.bounded_loss.rate_rule import REFUSED_IN_ROUND
 from lightning_topt.communication.bounded_loss.raw_memory import (
     CLOCK_REALTIME,
@@ -124,7 +124,8 @@ def _fill_batch(t: int, slot: int, peer: int, way: int, most: int, clock: int) -
         index += 1
     flow[NEXT] = index
     if count:
-        store8(table(t, SEND_HEADERS) + HEADER_BYTES * (count - 1) + 1, has_more(t, slot, peer, way, count))
+        more = flow[TO_SEND] > count or has_other_data(t, slot, peer, way)
+        store8(table(t, SEND_HEADERS) + HEADER_BYTES * (count - 1) + 1, more)
     return count, service_class(row[PRIORITY], large) if config[MARKING] else -1
 
 

@@ -22,7 +22,7 @@ from benchmarks.lab import sent_bytes
 from benchmarks.lab_nodes import CONGESTION
 from lightning_topt.communication import feedback_top_k
 
-TOLERANCES = {"ours, 1 %": 0.01, "ours, 0": 0.0}
+TOLERANCES = {"ours, 1 %": 0.01, "ours, 0": 0.0, "ours, 1 %, 16 bits": 0.01}
 
 
 class SelectedEntries:
@@ -69,7 +69,14 @@ def make_methods(names: list[str], buckets: list[Tensor], *, rank: int, world_si
     for name in names:
         if name in TOLERANCES:
             made[name] = Bounded(
-                rank, world_size, TOLERANCES[name], zeros, backward=0.0, priorities=False, name=f"bounded/{name}"
+                rank,
+                world_size,
+                TOLERANCES[name],
+                zeros,
+                backward=0.0,
+                priorities=False,
+                name=f"bounded/{name}",
+                bits=16 if "16" in name else 32,
             )
         else:
             made[name] = over_tcp(*OVER_TCP[name], buckets)

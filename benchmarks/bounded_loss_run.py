@@ -38,9 +38,10 @@ class Bounded:
         backward: float,
         priorities: bool,
         name: str = "bounded",
+        bits: int = 32,
     ) -> None:
         store = PrefixStore(name, _get_default_store())
-        self.exchange = connect_over_store(store, rank=rank, world_size=world_size)
+        self.exchange = connect_over_store(store, rank=rank, world_size=world_size, bits=bits)
         self.tolerance, self.lost, self.steps = tolerance, 0.0, 0
         self.residuals = [bucket.clone() for bucket in buckets]
         self.world_size = world_size

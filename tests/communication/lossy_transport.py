@@ -20,7 +20,7 @@ class LossyTransport:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group, self.bytes_sent, self.starts = group, 0, 0
-        self.options = SimpleNamespace(elements=BLOCK)
+        self.options = SimpleNamespace(values=BLOCK)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def start(

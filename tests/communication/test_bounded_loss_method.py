@@ -32,7 +32,7 @@ LOSS = 0.4
 def lossy(method: GradientMethod, rank: int, world_size: int, *, nodes: int = 1) -> Any:
     """An exchange of `method` over `LossyTransport`."""
 
-    def connect(store: Any, *, rank: int, world_size: int, timeout_seconds: float) -> LossyTransport:
+    def connect(store: Any, *, rank: int, world_size: int, timeout_seconds: float, bits: int) -> LossyTransport:
         return LossyTransport(group)
 
     group = None
@@ -222,9 +222,19 @@ def test_with_loss_0_it_is_the_mean_to_the_order_of_additions(shape: tuple[int, 
         assert 0.8 < share < 2  # small buckets: headers and messages of the side channel count
 
 
-@pytest.mark.parametrize("options", [{"tolerance": 0.05}, {"tolerance": 0.05, "protected": 0.01}], ids=str)
-def test_ranks_stay_equal_over_real_datagrams(options: dict[str, float]) -> None:
-    for gradients, details, _ in run_ranks(trained, 2, BoundedLoss(**options), (2, 1)):
+def test_16_bits_send_half_and_differ_by_rounding() -> None:
+    exact = run_ranks(trained, 2, Dense(), (2, 1))[0][0]
+    for ours, _, share in run_ranks(trained, 2, BoundedLoss(tolerance=0.0, bits=16), (2, 1)):
+        for step, expected in zip(ours[1:], exact[1:], strict=True):  # the first is dense
+            for name, gradient in step.items():
+                torch.testing.assert_close(gradient, expected[name], rtol=2e-2, atol=2e-2)
+                assert torch.equal(gradient, gradient.bfloat16().float())
+        assert share < 1
+
+
+@pytest.mark.parametrize("options", [{}, {"protected": 0.01}, {"bits": 16}], ids=str)
+def test_ranks_stay_equal_over_real_datagrams(options: dict[str, Any]) -> None:
+    for gradients, details, _ in run_ranks(trained, 2, BoundedLoss(tolerance=0.05, **options), (2, 1)):
         assert len(gradients) == 5 and 0 <= details["lost_share"] <= 0.05
 
 
@@ -237,6 +247,7 @@ def test_ranks_stay_equal_over_real_datagrams(options: dict[str, float]) -> None
         ({"rescale": True}, "choose one of them"),
         ({"rescale": 1, "error_feedback": False}, "rescale is True or False"),
         ({"protected": 1.0}, "protected is the share"),
+        ({"bits": 8}, "bits of a value on its way are 16 or 32"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], says: str) -> None:
@@ -247,4 +258,5 @@ def test_wrong_options(options: dict[str, Any], says: str) -> None:
 def test_words() -> None:
     assert BoundedLoss().words == "by datagrams, 1 % may be lost"
     given = BoundedLoss(tolerance=0.03, hierarchical=True, protected=0.001, rescale=True, error_feedback=False)
+    assert BoundedLoss(bits=16).words == "by datagrams, in 16 bits, 1 % may be lost"
     assert given.words == "by datagrams between nodes, top-k 0.1 % beside them, 3 % may be lost, rescaled"

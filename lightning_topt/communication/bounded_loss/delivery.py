@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lightning_topt.communication.bounded_loss.packed_halves import unpack_halves
 from lightning_topt.communication.bounded_loss.raw_memory import Array
 
 
@@ -51,7 +52,10 @@ class Outcome:
 
 @dataclass
 class Handle:
-    """One bucket on its way. `values` and `out` are the caller's memory; `staging` is the exchange's, None where not needed."""
+    """One bucket on its way. `values` and `out` are the caller's memory; `staging` is the exchange's, None where not needed.
+
+    What travels is read from `sent` and comes to `taken`: the caller's memory, or words of two values each (`packed`).
+    """
 
     bucket: int
     values: Array
@@ -67,6 +71,19 @@ class Handle:
     outcome: Outcome | None = None
     done: threading.Event = field(default_factory=threading.Event)
     finished: float = 0.0  # when the sums were there, of `time.perf_counter`
+    packed: tuple[Array, Array] | None = None  # what is sent, and the sums
+
+    @property
+    def sent(self) -> Array:
+        """What leaves this rank, in elements of 32 bits."""
+        return self.values if self.packed is None else self.packed[0]
+
+    @property
+    def taken(self) -> Array:
+        """Where the sums come to, in elements of 32 bits."""
+        if self.packed is not None:
+            return self.packed[1]
+        return self.out if self.staging is None else self.staging
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -80,10 +97,14 @@ class Handle:
             raise self.error
         if self.outcome is None:
             ranges = _merged(self.lost)
+            if self.packed is not None:
+                ranges = np.minimum(2 * ranges, len(self.values))
             parts = [self.values[start:stop] for start, stop in ranges]
             values = np.concatenate(parts) if parts else np.empty(0, np.float32)
             self.outcome = Outcome(ranges, values, len(self.values))
-            if self.staging is not None:
+            if self.packed is not None:
+                unpack_halves(self.packed[1].view(np.uint32), self.out)
+            elif self.staging is not None:
                 self.out[:] = self.staging
         return self.outcome
 

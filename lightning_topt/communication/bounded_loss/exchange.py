@@ -24,6 +24,7 @@ from lightning_topt.communication.bounded_loss.exchange_parts import Exact, chec
 from lightning_topt.communication.bounded_loss.exchange_thread import ExchangeThread
 from lightning_topt.communication.bounded_loss.kernels_loaded import load_kernels
 from lightning_topt.communication.bounded_loss.loss_statistics import BoundedLossStatistics, snapshot, take_statistics
+from lightning_topt.communication.bounded_loss.packed_halves import pack_halves
 from lightning_topt.communication.bounded_loss.rate_rule import MOST_RATE
 from lightning_topt.communication.bounded_loss.raw_memory import SUPPORTED, Array
 from lightning_topt.communication.bounded_loss.tables import Tables, make_tables
@@ -37,7 +38,8 @@ class WireOptions:
 
     `datagram_bytes` with the header, without those of UDP and IP; buckets travel in parts of `part_bytes`; `rate`: bytes per
     second that may leave this rank, None: found; `mark`: set DSCP and ECN; `by_size`: blocks of large entries get the lower
-    drop precedence; `offload`: let the kernel cut what is sent (UDP_SEGMENT).
+    drop precedence; `offload`: let the kernel cut what is sent (UDP_SEGMENT); `bits` of a value that travels: 32, or 16
+    (bfloat16; sums are made in float32, and rounded to 16 bits again on their way back).
     """
 
     datagram_bytes: int = DEFAULT_DATAGRAM_BYTES
@@ -46,6 +48,7 @@ class WireOptions:
     mark: bool = True
     by_size: bool = True
     offload: bool = True
+    bits: int = 32
 
     def __post_init__(self) -> None:
         if not FEWEST_DATAGRAM_BYTES <= self.datagram_bytes <= MOST_DATAGRAM_BYTES:
@@ -54,13 +57,20 @@ class WireOptions:
             )
         if self.part_bytes < self.datagram_bytes:
             raise ValueError(f"part_bytes is at least one datagram; got {self.part_bytes}")
+        if self.bits not in (16, 32):
+            raise ValueError(f"bits of a value are 16 or 32; got {self.bits}")
         if self.rate is not None and self.rate <= 0:
             raise ValueError(f"rate is in bytes per second, above 0; got {self.rate}")
 
     @property
     def elements(self) -> int:
-        """Elements of a segment."""
+        """Elements of a segment, of 32 bits each."""
         return (self.datagram_bytes - HEADER_BYTES) // 4
+
+    @property
+    def values(self) -> int:
+        """Values of a segment."""
+        return self.elements * 32 // self.bits
 
     def part_segments(self, world_size: int) -> int:
         """Segments of a part: as `part_bytes` says, but a shard's bitmap fits into one datagram."""
@@ -90,6 +100,7 @@ class BoundedLossExchange:
         self._thread: ExchangeThread | None = None
         self._refused = 0
         self._known: dict[int, tuple[int, Exact]] = {}  # elements and exact ranges of each bucket
+        self._packed: dict[int, tuple[Array, Array]] = {}
         if self.world_size == 1:
             return
         if not SUPPORTED or endpoint is None:
@@ -146,7 +157,8 @@ class BoundedLossExchange:
         ended the exchange.
         """
         check_start(bucket, values, out, tolerance=tolerance, exact=exact, priority=priority)
-        ranges = tuple((int(low), int(high)) for low, high in exact)
+        words = 32 // self.options.bits  # values of each element that travels
+        ranges = tuple((int(low) // words, -(-int(high) // words)) for low, high in exact)
         if self._known.setdefault(bucket, (len(values), ranges)) != (len(values), ranges):
             raise ValueError(
                 f"bucket {bucket} has {self._known[bucket][0]} elements and its exact ranges in every step"
@@ -159,10 +171,20 @@ class BoundedLossExchange:
             handle.outcome = Outcome(np.empty((0, 2), np.int64), np.empty(0, np.float32), len(values))
             handle.done.set()
             return handle
-        if in_place:
+        if self.options.bits == 16:
+            handle.packed = self._pack(bucket, values)
+        elif in_place:
             handle.staging = np.empty(0, np.float32)  # the thread has one for the bucket
         self._thread.start(handle, ranges)
         return handle
+
+    def _pack(self, bucket: int, values: Array) -> tuple[Array, Array]:
+        """Return the words that are sent, and room for those of the sums; kept for the bucket's next step."""
+        if bucket not in self._packed:
+            words = -(-len(values) // 2)
+            self._packed[bucket] = np.empty(words, np.float32), np.empty(words, np.float32)
+        pack_halves(values, self._packed[bucket][0].view(np.uint32))
+        return self._packed[bucket]
 
     def statistics(self, *, reset: bool = True) -> BoundedLossStatistics | None:
         """Return what was counted since the last reset; None for a single rank."""
@@ -209,6 +231,7 @@ def _filled_tables(
         tables.OFFLOAD: options.offload and endpoint.segments,
         tables.WRITABLE: 1,
         tables.MARKING: options.mark,
+        tables.HALVES: options.bits == 16,
     }
     for column, value in values.items():
         t.config[column] = value

@@ -97,11 +97,11 @@ def _exact_words(exact: Exact, *, start: int, each: int, segments: int, words: i
 
 def fill_slot(t: Tables, part: Part, handle: Handle, *, by_size: bool) -> None:
     """Set the row of a part for its next step."""
-    row, out = t.slots[part.slot], handle.out if handle.staging is None else handle.staging
+    row = t.slots[part.slot]
     part.step += 1
     row[tables.STEP] = part.step
-    row[tables.VALUES] = handle.values.ctypes.data + 4 * part.start
-    row[tables.OUT] = out.ctypes.data + 4 * part.start
+    row[tables.VALUES] = handle.sent.ctypes.data + 4 * part.start
+    row[tables.OUT] = handle.taken.ctypes.data + 4 * part.start
     row[tables.PRIORITY], row[tables.RESCALE] = handle.priority, handle.rescale
     row[tables.BY_SIZE] = by_size
     t.scales[part.slot] = handle.scale

@@ -110,7 +110,7 @@ class ExchangeThread:
             known = self._buckets.get(handle.bucket)
             if known is None:
                 known = self._buckets[handle.bucket] = self._make(handle, exact)
-            assert (known.numel, known.exact) == (len(handle.values), exact)
+            assert (known.numel, known.exact) == (len(handle.sent), exact)
             if handle.staging is not None:
                 known.staging = known.staging if known.staging is not None else np.empty(known.numel, np.float32)
                 handle.staging = known.staging
@@ -124,11 +124,11 @@ class ExchangeThread:
     def _make(self, handle: Handle, exact: Exact) -> BucketParts:
         first = int(self.t.config[tables.USED_SLOTS])
         each = int(self.t.config[tables.ELEMENTS]) * self.part_segments
-        needed = first + -(-len(handle.values) // each)
+        needed = first + -(-len(handle.sent) // each)
         if needed > len(self.t.slots):
             self.t = with_more_slots(self.t, max(needed, 2 * len(self.t.slots)))
         made = make_parts(
-            self.t, handle.bucket, len(handle.values), exact, first_slot=first, part_segments=self.part_segments
+            self.t, handle.bucket, len(handle.sent), exact, first_slot=first, part_segments=self.part_segments
         )
         self.t.config[tables.USED_SLOTS] = needed
         return made

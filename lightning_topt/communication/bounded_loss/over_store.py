@@ -25,11 +25,13 @@ def connect_over_store(
     timeout_seconds: float = 60.0,
     rate: float | None = None,
     mark: bool = True,
+    bits: int = 32,
 ) -> BoundedLossExchange:
     """Collective call: an exchange between `world_size` ranks that share `store`, whose keys are unused (a PrefixStore's).
 
     Sockets bind to `host`; None: to the address of the interface that GLOO_SOCKET_IFNAME names, else to the one that
-    MASTER_ADDR is reached from, else to the loopback. `rate`: bytes per second at most. Raises ConnectionFailedError.
+    MASTER_ADDR is reached from, else to the loopback. `rate`: bytes per second at most; `bits` of a value on its way:
+    32 or 16. Raises ConnectionFailedError.
     """
     if world_size == 1:
         return BoundedLossExchange(rank, [("127.0.0.1", 0, 0)], 0, endpoint=None)
@@ -44,7 +46,7 @@ def connect_over_store(
             store, "datagram", endpoint.largest_datagram(others), rank=rank, world_size=world_size, limit=limit
         )
         store.wait(["key"], limit)
-        options = WireOptions(datagram_bytes=min(DEFAULT_DATAGRAM_BYTES, *sizes), rate=rate, mark=mark)
+        options = WireOptions(datagram_bytes=min(DEFAULT_DATAGRAM_BYTES, *sizes), rate=rate, mark=mark, bits=bits)
         return BoundedLossExchange(
             rank,
             [tuple(each) for each in addresses],

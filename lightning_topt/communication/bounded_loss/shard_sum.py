@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from lightning_topt.communication.bounded_loss.packed_halves import pack_halves, unpack_halves
 from lightning_topt.communication.bounded_loss.raw_memory import Array, fill_memory, float_array, inner, store8
 from lightning_topt.communication.bounded_loss.table_views import (
     bit_row,
@@ -20,6 +21,7 @@ from lightning_topt.communication.bounded_loss.tables import (
     COUNT,
     ELEMENTS,
     FIRST,
+    HALVES,
     IN_C,
     LARGE_BLOCK,
     NUMEL,
@@ -86,9 +88,11 @@ def sum_segments(t: int, slot: int, first: int, begin: int, count: int) -> None:
     """Sum all contributions to `count` segments from `begin` of the shard that is from `first`, in rank order, scaled."""
     config, row, each = config_row(t), slot_row(t, slot), config_row(t)[ELEMENTS]
     world, rank = config[WORLD], config[RANK]
+    wide, sums = np.empty(2 * each, np.float32), np.empty(2 * each, np.float32)  # of halves
     for index in range(begin, begin + count):
         size = segment_elements(t, slot, first + index)
-        total = float_array(row[SUM] + 4 * index * each, size)
+        words = float_array(row[SUM] + 4 * index * each, size)
+        total = sums[: 2 * size] if config[HALVES] else words
         arrived = 0
         for peer in range(world):
             if peer == rank:
@@ -96,21 +100,34 @@ def sum_segments(t: int, slot: int, first: int, begin: int, count: int) -> None:
             else:
                 part = float_array(inbox_of(t, slot, peer) + 4 * index * each, size)
             arrived += peer == rank or has_bit(bit_row(t, slot, peer, IN_C), index)
-            if peer == 0:
-                for i in range(size):
-                    total[i] = part[i]
-            else:
-                for i in range(size):
-                    total[i] += part[i]
+            if config[HALVES]:
+                unpack_halves(part.view(np.uint32), wide[: 2 * size])
+                part = wide[: 2 * size]
+            _add(part, total, peer == 0)
         scale = np.float32(scale_of(t, slot) * (world / arrived if row[RESCALE] else 1.0))
         if scale != np.float32(1.0):
-            for i in range(size):
+            for i in range(len(total)):
                 total[i] *= scale
+        if config[HALVES]:
+            pack_halves(total, words.view(np.uint32))
+
+
+@inner
+def _add(part: Array, total: Array, first: bool) -> None:
+    if first:
+        for i in range(len(part)):
+            total[i] = part[i]
+    else:
+        for i in range(len(part)):
+            total[i] += part[i]
 
 
 @inner
 def find_large(t: int, slot: int) -> None:
-    """Mark the blocks of segments of this rank's contribution whose mean square is above the part's."""
+    """Mark the blocks of segments of this rank's contribution whose mean square is above the part's.
+
+    Of halves every second value counts, as the upper part of its word.
+    """
     row, block = slot_row(t, slot), config_row(t)[ELEMENTS] * LARGE_BLOCK
     blocks = (row[SEGMENTS] + LARGE_BLOCK - 1) // LARGE_BLOCK
     squares = np.zeros(blocks)

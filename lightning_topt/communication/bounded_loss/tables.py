@@ -25,7 +25,8 @@ WRITABLE, MARKING, WORDS, PART_WORDS, PART_BLOCKS, PROBES_NS, RECENT_SLOT = rang
 SUMS = 20  # parts being summed
 REACHED, REACHED_NS = 21, 22  # data of all ranks that came so far, and when the last did
 LINK_PACE_NS = 23  # when the next batch may leave, whoever it is for
-CONFIG_COLUMNS = 24
+HALVES = 24  # elements are words of two bfloat16
+CONFIG_COLUMNS = 25
 
 # peers
 NEXT_SEQUENCE, HIGHEST_SEEN, COUNT_SEEN, MARKS_SEEN, UNREPORTED, REPORTED_NS, STAMP_SEEN, ARRIVED_NS, HEARD_NS = range(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_topt.communication.bounded_loss import BoundedLossExchange, WireOptions
+from lightning_topt.communication.bounded_loss.packed_halves import pack_halves, unpack_halves
 from tests.communication.bounded_loss.datagram_proxy import Faults
 from tests.communication.bounded_loss.ranks_here import SECONDS, delivered, exchanges, step, whole_numbers
 from tests.launch import run_ranks
@@ -81,6 +83,49 @@ def test_nothing_is_lost_where_nothing_may(exact):
                 np.testing.assert_array_equal(sums[0][low:high], sum(contributions)[low:high])
             if not exact:
                 assert not any(outcome.lost_share for outcome in outcomes)
+
+
+def in_halves(values: np.ndarray) -> np.ndarray:
+    """As torch rounds to bfloat16."""
+    return torch.from_numpy(values).bfloat16().float().numpy()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("world_size", "numel"), [(2, 70_001), (3, 50_000)])
+def test_16_bits_on_the_way(world_size, numel, in_place):
+    """Contributions and means are rounded as torch does, sums are float32; what was lost is known in full."""
+    exact = ((7, 300), (10_000, 20_001))
+    with exchanges(world_size, faults=Faults(lost=0.05), options=WireOptions(bits=16)) as ranks:
+        for number in range(3):
+            contributions = [
+                np.random.default_rng([number, rank]).standard_normal(numel).astype(np.float32)
+                for rank in range(world_size)
+            ]
+            kept = [values.copy() for values in contributions]
+            sums = contributions if in_place else [np.empty_like(values) for values in contributions]
+            handles = [
+                exchange.start(0, values, out=out, tolerance=0.2, exact=exact, scale=1 / world_size)
+                for exchange, values, out in zip(ranks, contributions, sums, strict=True)
+            ]
+            outcomes = [handle.wait(SECONDS) for handle in handles]
+            total = np.zeros(numel, np.float32)
+            for values, outcome in zip(kept, outcomes, strict=True):
+                total += in_halves(delivered(values, outcome))
+                missing = [values[start:stop] for start, stop in outcome.ranges]
+                np.testing.assert_array_equal(outcome.values, np.concatenate([*missing, np.empty(0, np.float32)]))
+                assert not any(start < high and low < stop for start, stop in outcome.ranges for low, high in exact)
+            for found in sums:
+                np.testing.assert_array_equal(found, in_halves(total * np.float32(1 / world_size)))
+    assert ranks[0].bytes_sent < 3 * 3 * numel * 2 * 2
+
+
+def test_halves_are_rounded_as_torch_does():
+    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38, 1e-40, 1.00390625, 1.01171875], np.float32)
+    values = np.concatenate([special, np.random.default_rng(0).standard_normal(1001).astype(np.float32)])
+    words, back = np.empty(-(-len(values) // 2), np.uint32), np.empty_like(values)
+    pack_halves(values, words)
+    unpack_halves(words, back)
+    np.testing.assert_array_equal(back, in_halves(values))
 
 
 def test_four_ranks_share_their_links():

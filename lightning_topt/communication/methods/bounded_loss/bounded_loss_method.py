@@ -52,6 +52,7 @@ class BoundedLoss(BoundedLossOptions):
     def words(self) -> str:
         nodes = " between nodes" if self.hierarchical else ""
         nodes += f", top-k {100 * self.protected:g} % beside them" if self.protected else ""
+        nodes += ", in 16 bits" if self.bits == 16 else ""
         rest = ", rescaled" if self.rescale else self.feedback_words
         return f"by datagrams{nodes}, {100 * self.tolerance:g} % may be lost{rest}"
 
@@ -64,19 +65,26 @@ class BoundedLoss(BoundedLossOptions):
         by_nodes = self.sums_in_nodes(topology)
         local, holders = (topology.ranks_per_node, topology.num_nodes) if by_nodes else (1, topology.world_size)
         size, numel = gradients.nbytes, gradients.numel / local
+        sent = self.bits / 8 * numel  # bytes
         k = round(self.protected * gradients.compressible_numel / local)
         messages = holders * MessageFormat(max(1, round(numel)), k).nbytes if k else 0
         where = "across" if by_nodes else "world"
-        exchanged = [(where, "bounded_loss", 4 * numel)]
+        exchanged = [(where, "bounded_loss", sent)]
         if messages:
             exchanged.append((where, "all_gather", messages))
         if by_nodes:
             exchanged = [("node", "reduce_scatter", size), *exchanged, ("node", "all_gather", size)]
+        moved = (2 if by_nodes else 3) * size + 24 * numel
+        if self.bits < 32:
+            moved += 2 * (sent + 4 * numel)  # rounded, and read again
         return Work(
-            (2 if by_nodes else 3) * size + 24 * numel + k * (PACK_BYTES_PER_ENTRY + holders * DECODE_BYTES_PER_ENTRY),
+            (2 if by_nodes else 3) * size
+            + 24 * numel
+            + (4 * sent if self.bits < 32 else 0)
+            + k * (PACK_BYTES_PER_ENTRY + holders * DECODE_BYTES_PER_ENTRY),
             ENCODE_CALLS + (DECODE_CALLS * holders if k else 0),
             tuple(exchanged),
-            kept_bytes=(4 * numel if self.error_feedback else 0.0) + TRANSPORT_COPIES * 4 * numel,
+            kept_bytes=(4 * numel if self.error_feedback else 0.0) + TRANSPORT_COPIES * sent,
             buffer_bytes=messages + (4 * numel if by_nodes else 0.0),
             tolerance=self.tolerance,
         )

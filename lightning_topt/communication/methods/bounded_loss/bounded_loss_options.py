@@ -22,12 +22,15 @@ class BoundedLossOptions(ByNodes, FeedbackMethod):
       feedback;
     - ``exempt``: parameters of which nothing may be lost;
     - ``protected``: the share of entries, the largest, that travel by an all-gather beside the datagrams: only packets of small
-      entries can then be lost.
+      entries can then be lost;
+    - ``bits`` of a value on its way: 32, or 16 (bfloat16). Sums are made in float32 and rounded again; what rounding takes away
+      is not held back.
     """
 
     tolerance: float = 0.01
     rescale: bool = False
     protected: float = 0.0
+    bits: int = 32
 
     @override
     def check(self) -> None:
@@ -40,6 +43,8 @@ class BoundedLossOptions(ByNodes, FeedbackMethod):
         check_flag(self.rescale, name="rescale")
         if not 0 <= check_real(self.protected, name="protected") < 1:
             raise ValueError(f"protected is the share of entries that cannot be lost, below 1; got {self.protected}")
+        if self.bits not in (16, 32):
+            raise ValueError(f"bits of a value on its way are 16 or 32; got {self.bits}")
         if self.rescale and self.error_feedback:
             raise ValueError(
                 "rescale makes up for lost gradients at once and error_feedback later: choose one of them (rescale=True, "

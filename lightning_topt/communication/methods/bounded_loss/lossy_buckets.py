@@ -55,6 +55,7 @@ class LossyBuckets(BucketExchange):
             rank=rank,
             world_size=ranks,
             timeout_seconds=context.timeout_seconds,
+            bits=method.bits,
         )
         self.store = ResidualStore(FeedbackRule(method.error_feedback))
         self._parts: dict[
@@ -190,7 +191,7 @@ class LossyBuckets(BucketExchange):
         """All parts of elements `start` to `stop` as the bucket is laid out now, and the transport's number of the first."""
         known = self._parts.get(bucket.index)
         if known is None or known[0] is not bucket.layout:
-            least = self.transport.options.elements / max(self.method.tolerance, 1e-9)
+            least = self.transport.options.values / max(self.method.tolerance, 1e-9)
             known = bucket.layout, self._made, lossy_parts(bucket.layout, start=start, stop=stop, least=least)
             self._parts[bucket.index] = known
             self._made += len(known[2])

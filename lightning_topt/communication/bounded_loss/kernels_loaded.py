@@ -10,6 +10,7 @@ from lightning_topt.communication.bounded_loss import tables
 from lightning_topt.communication.bounded_loss.control_messages import send_control
 from lightning_topt.communication.bounded_loss.datagram import PING
 from lightning_topt.communication.bounded_loss.engine_loop import run_loop
+from lightning_topt.communication.bounded_loss.packed_halves import pack_halves, unpack_halves
 from lightning_topt.communication.bounded_loss.part_progress import open_part
 from lightning_topt.communication.bounded_loss.rate_rule import pacing_rate
 from lightning_topt.communication.bounded_loss.shard_sum import undelivered_segments
@@ -28,3 +29,5 @@ def load_kernels() -> None:
     send_control(t.address, 1, PING, 0, 0, 0, 0, 0, 0)
     undelivered_segments(t.address, 0, np.zeros(1, np.int64))
     pacing_rate(t.link, 44)
+    pack_halves(np.zeros(2, np.float32), np.zeros(1, np.uint32))
+    unpack_halves(np.zeros(1, np.uint32), np.zeros(2, np.float32))

@@ -75,12 +75,12 @@ class Handle:
 
     @property
     def sent(self) -> Array:
-        """What leaves this rank, in elements of 32 bits."""
+        """Return what leaves this rank, in elements of 32 bits."""
         return self.values if self.packed is None else self.packed[0]
 
     @property
     def taken(self) -> Array:
-        """Where the sums come to, in elements of 32 bits."""
+        """Return where the sums come to, in elements of 32 bits."""
         if self.packed is not None:
             return self.packed[1]
         return self.out if self.staging is None else self.staging

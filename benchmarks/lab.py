@@ -69,7 +69,8 @@ class Lab:
     """Nodes 0 .. `nodes` - 1 as long as the context lasts. What labs of killed processes left is taken down first.
 
     `rate` of each node's link is in tc's units ("1gbit"), None: unlimited. A full link queues `queue` ("64kb"; None: 50 ms)
-    before it drops; every receiver loses the share `loss` of all packets; TCP uses `congestion` ("bbr"; None: the machine's).
+    before it drops; every receiver loses the share `loss` of all packets; TCP uses `congestion` ("bbr"; None: the machine's);
+    packets have `mtu` bytes at most (None: 1500).
     Raises ValueError for a number of nodes that is not 1 to 250, LabError where the machine cannot make one.
     """
 
@@ -82,11 +83,12 @@ class Lab:
         queue: str | None = None,
         loss: float = 0.0,
         congestion: str | None = None,
+        mtu: int | None = None,
     ) -> None:
         if not 1 <= nodes <= 250:
             raise ValueError(f"a lab has 1 to 250 nodes; got {nodes}")
         check_root()
-        self.limits = LinkLimits(rate, burst, queue, loss, congestion)
+        self.limits = LinkLimits(rate, burst, queue, loss, congestion, mtu)
         # Never a name twice: the kernel takes its time to end a namespace. At most 15 characters.
         mark = f"{os.getpid():x}-{next(_made) % 256:x}"
         self.bridge = f"tbr{mark}"

@@ -35,6 +35,7 @@ class LinkLimits:
     queue: str | None
     loss: float
     congestion: str | None
+    mtu: int | None
 
 
 def add_bridge(name: str) -> None:
@@ -56,6 +57,9 @@ def add_node(name: str, link: str, *, bridge: str, address: str, limits: LinkLim
     _sh("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
     _sh("ip", "-n", name, "link", "set", "eth0", "up")
     _sh("ip", "-n", name, "link", "set", "lo", "up")
+    if limits.mtu:
+        _sh("ip", "link", "set", link, "mtu", str(limits.mtu))
+        _sh("ip", "-n", name, "link", "set", "eth0", "mtu", str(limits.mtu))
     inside = ["ip", "netns", "exec", name]
     if limits.rate:
         queue = ["limit", limits.queue] if limits.queue else ["latency", "50ms"]

@@ -53,11 +53,8 @@ QUEUE_LIMIT, FAIR_SHARE, BEST_SECONDS = 5e-4, 0.5, 60.0  # seconds; of the best 
 FIRST_BURST, LEAST_BURST, MOST_BURST, BURST_STEP = 12.0, 1.0, 256.0, 0.5  # datagrams; of growth in a round
 LEAST_BATCH, MOST_BATCH, BATCH_STEP = 5.0, 10.0, 5e-3  # datagrams; of growth in a round
 DRAIN = 0.97  # of the rate that gets through, until a queue that is too long is gone
-DRAINS, DRAIN_SECONDS, COMPETING_SECONDS = (
-    0.9,
-    0.1,
-    5.0,
-)  # a queue that is not so much shorter in this time has other senders
+# A queue that is not down to this share after so long has other senders, for as long as this.
+DRAINS, DRAIN_SECONDS, COMPETING_SECONDS = 0.9, 0.1, 5.0
 TARGET_SHARE, DEFAULT_TARGET = 0.5, 0.005
 
 # Columns of the link's row of float64.
@@ -193,7 +190,7 @@ def _start(row: Array, count: float) -> None:
 def _follow(row: Array, count: float, seconds: float, now: float) -> None:
     """Take note that a queue of this host refused datagrams of a round: nothing is lost, it tells when to go on.
 
-    Alone the window stays just above what gets through; beside others it shrinks as after a loss.
+    Alone the window stays just above what gets through, or near the best rate; beside others it shrinks as after a loss.
     """
     rate = row[RATE]
     window = max(REFUSED_ABOVE * rate, REFUSED_LEAST * row[BEST]) * round_seconds(row)

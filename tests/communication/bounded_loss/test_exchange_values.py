@@ -129,7 +129,7 @@ def test_halves_are_rounded_as_torch_does():
 
 
 def test_four_ranks_share_their_links():
-    """Lost messages hold nothing up, and in the end nobody counts on anybody's data."""
+    """Lost messages hold nothing up."""
     contributions = [whole_numbers(2_000_000, seed=rank) for rank in range(4)]
     for lost in (0.0, 0.03):
         with exchanges(4, faults=Faults(lost=lost)) as ranks:

@@ -78,10 +78,7 @@ class BoundedLoss(BoundedLossOptions):
         if self.bits < 32:
             moved += 2 * (sent + 4 * numel)  # rounded, and read again
         return Work(
-            (2 if by_nodes else 3) * size
-            + 24 * numel
-            + (4 * sent if self.bits < 32 else 0)
-            + k * (PACK_BYTES_PER_ENTRY + holders * DECODE_BYTES_PER_ENTRY),
+            moved + k * (PACK_BYTES_PER_ENTRY + holders * DECODE_BYTES_PER_ENTRY),
             ENCODE_CALLS + (DECODE_CALLS * holders if k else 0),
             tuple(exchanged),
             kept_bytes=(4 * numel if self.error_feedback else 0.0) + TRANSPORT_COPIES * sent,

@@ -42,7 +42,7 @@ from lightning_topt.plugins.planning import Planning
 _EPSILON = (
     0.01  # plans that others beat by less than this in time and memory may be left out: predictions are not that good
 )
-_SECONDS = 4.0  # of the search of one scenario with one number of micro-batches
+_SECONDS = 3.0  # of the search of one scenario with one number of micro-batches
 _CHOICES = ("clusters", "batch_size", "seq_len", "accumulate")
 
 

@@ -59,8 +59,8 @@ def search_wide(
     """Return transitions (n, N) and the error bound of the best plans, see `Frontier`.
 
     `lifts` are those of `columns.raises`; `deadline` is a time of `time.thread_time`. Every layer has transitions. With
-    `priced`, prices of these layers and good known plans, all that may be better is looked at at once, as far as half of the
-    time allows.
+    `priced`, prices of these layers and good known plans, all that may be better is looked at at once, as far as three
+    quarters of the time allow.
     """
     columns = max(2, *(layer.columns for layer in layers))
     per_state = 8 * len(layers) + 64 * columns  # back-pointers of all layers, columns of one
@@ -96,18 +96,30 @@ def search_wide(
 
 
 def _sweep(
-    sides: tuple[Side, Side | None], prices: Prices, known: Known, *, cap: int, epsilon: float, deadline: float
+    sides: tuple[Side, Side | None],
+    prices: Prices,
+    known: Known,
+    *,
+    cap: int,
+    epsilon: float,
+    deadline: float,
+    looks_ahead: bool = False,
 ) -> tuple[Known, float]:
     """Known plans with those found with at most `cap` partial plans at a time, and what others could gain at most.
 
-    Raises GiveUpError at the deadline.
+    Raises GiveUpError at the deadline, or, where it `looks_ahead`, once the layers that are left would end behind it even if
+    they took a quarter of the time of the last one.
     """
     bounds = Bounds(prices, known, epsilon)
     ahead = Walk(sides[0], bounds, cap=cap, deadline=deadline)
     if sides[1] is not None:
         behind = Walk(sides[1], bounds.reversed, cap=cap, deadline=deadline)
-        while ahead.done + behind.done < len(sides[0].layers):
+        while (left := len(sides[0].layers) - ahead.done - behind.done) > 0:
+            began = time.thread_time()
             (ahead if len(ahead.states.costs) <= len(behind.states.costs) else behind).step()
+            now = time.thread_time()
+            if looks_ahead and (left - 1) * (now - began) / 4 > deadline - now:
+                raise GiveUpError
         if np.dot(*(np.diff(walk.states.first).astype(float) for walk in (ahead, behind))) <= _PAIRS:
             known = _join(ahead, behind, Network(sides[0].layers).kinds[ahead.done], known)
             return known, _missed(epsilon, ahead.dropped, behind.dropped)
@@ -118,10 +130,10 @@ def _sweep(
 def _at_once(
     sides: tuple[Side, Side | None], prices: Prices, known: Known, *, cap: int, epsilon: float, deadline: float
 ) -> tuple[Known, float]:
-    """Return what `_sweep` does; what is known already, and no bound, where that takes more than half of the time left."""
-    half = (time.thread_time() + deadline) / 2
+    """Return what `_sweep` does; what is known already, and no bound, where that would take over three quarters of the time."""
+    most = 0.25 * time.thread_time() + 0.75 * deadline
     try:
-        return _sweep(sides, prices, known, cap=cap, epsilon=epsilon, deadline=half)
+        return _sweep(sides, prices, known, cap=cap, epsilon=epsilon, deadline=most, looks_ahead=True)
     except GiveUpError:
         return known, np.inf
 

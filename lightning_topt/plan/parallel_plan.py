@@ -190,10 +190,10 @@ class ParallelPlan:
             return blocks
         return f"{blocks}, gradients {self.gradient_exchange.words}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as written to YAML, `frontier.json`, `run.json` and checkpoints."""
+    def to_dict(self, *, stages: bool = True) -> dict[str, Any]:
+        """Return plain values, as written to YAML, `run.json` and checkpoints; without `stages` all but these."""
         exchange, mesh = self.gradient_exchange, self.mesh
-        configs = {config: config_to_dict(config, mesh) for config in set(self.configs.values())}
+        configs = {config: config_to_dict(config, mesh) for config in set(self.configs.values())} if stages else {}
         return {
             "version": VERSION,
             "model": self.model,
@@ -209,9 +209,7 @@ class ParallelPlan:
             **({"own_batches": True} if self.own_batches else {}),
             **({"joint": [each.to_dict() for each in self.joint]} if self.joint else {}),
             **({} if (rule := self.weight_prediction) is None else {"prediction": prediction_to_value(rule)}),
-            "stages": [
-                {"blocks": [{"block": b.block, **configs[b.config]} for b in stage.blocks]} for stage in self.stages
-            ],
+            **({"stages": [_stage_to_dict(stage, configs) for stage in self.stages]} if stages else {}),
         }
 
     @classmethod
@@ -247,6 +245,10 @@ class ParallelPlan:
             return cls.from_yaml(read_text(path))
         except (ValueError, OSError) as error:
             raise PlanError(f"cannot read the plan {shown(str(path))}: {one_line(error)}") from error
+
+
+def _stage_to_dict(stage: StagePlan, configs: Mapping[OpConfig, dict[str, Any]]) -> dict[str, Any]:
+    return {"blocks": [{"block": block.block, **configs[block.config]} for block in stage.blocks]}
 
 
 def uniform_plan(

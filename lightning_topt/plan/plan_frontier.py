@@ -11,8 +11,9 @@ from typing import Any
 
 from lightning_topt.costs.plain_values import names, number, one_line, parse_json, whole
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
+from lightning_topt.plan.shared_blocks import BlockTables, SharedBlocks
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class PlanFrontier:
 
     def to_json(self) -> str:
         """Return the frontier as `frontier.json` holds it."""
-        lists = {"points": self.points, "uniform": self.uniform}
-        plain = {key: [{**vars(p), "plan": p.plan.to_dict()} for p in points] for key, points in lists.items()}
-        return json.dumps({"schema_version": SCHEMA_VERSION, **vars(self), **plain})
+        lists, shared = {"points": self.points, "uniform": self.uniform}, SharedBlocks()
+        plain = {key: [{**vars(p), "plan": shared.plain(p.plan)} for p in points] for key, points in lists.items()}
+        return json.dumps({"schema_version": SCHEMA_VERSION, **vars(self), **plain, **shared.tables})
 
     @classmethod
     def from_json(cls, text: str) -> PlanFrontier:
@@ -95,17 +96,18 @@ def _read_frontier(data: Any) -> PlanFrontier:
         raise ValueError(f"it is a mapping, got {type(data).__name__}")
     if type(data.get("schema_version")) is not int or data.pop("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"it was not written by schema version {SCHEMA_VERSION}; run `topt plan` again")
-    known = {field.name for field in dataclasses.fields(PlanFrontier)}
-    if wrong := set(data) ^ (known | {"uniform"} if "uniform" in data else known - {"uniform"}):
+    known = {field.name for field in dataclasses.fields(PlanFrontier)} | {"blocks", "configs"}
+    if wrong := set(data) ^ known:
         raise ValueError(f"the entries {names(wrong)} are unknown or missing")
+    tables = BlockTables(data.pop("blocks"), data.pop("configs"))
     if not isinstance(data.pop("exact"), bool):
         raise ValueError("exact must be true or false")
-    lists = {key: _read_points(data.pop(key, ()), name=key) for key in ("points", "uniform")}
+    lists = {key: _read_points(data.pop(key), tables, name=key) for key in ("points", "uniform")}
     seconds = {key: number(value, name=key) for key, value in data.items()}
     return PlanFrontier(exact=seconds["error_bound"] == 0, **lists, **seconds)  # type: ignore[arg-type]
 
 
-def _read_points(entries: Any, *, name: str) -> tuple[PlanPoint, ...]:
+def _read_points(entries: Any, tables: BlockTables, *, name: str) -> tuple[PlanPoint, ...]:
     if not isinstance(entries, list | tuple) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{name} must be a list of mappings")
     fields = {"step_seconds", "peak_bytes", "devices", "plan"}
@@ -116,7 +118,7 @@ def _read_points(entries: Any, *, name: str) -> tuple[PlanPoint, ...]:
             number(entry["step_seconds"], name="step_seconds"),
             number(entry["peak_bytes"], name="peak_bytes"),
             whole(entry["devices"], name="devices"),
-            ParallelPlan.from_dict(entry["plan"]),
+            ParallelPlan.from_dict(tables.written_out(entry["plan"], name=f"{name}[{place}].plan")),
         )
-        for entry in entries
+        for place, entry in enumerate(entries)
     )

@@ -6,7 +6,6 @@ that reads raises ValueError with one sentence that names the entry.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ _COMPUTED = ("inputs", "outputs", "parameters", "sums", "gathers")
 
 def mesh_to_list(mesh: Mesh) -> list[dict[str, Any]]:
     """Return the axes as mappings, outermost first."""
-    return [dataclasses.asdict(axis) for axis in mesh.axes]
+    return [{**vars(axis)} for axis in mesh.axes]
 
 
 def mesh_from_list(data: Any) -> Mesh:

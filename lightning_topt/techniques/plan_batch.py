@@ -68,14 +68,17 @@ class PlanBatch:
         for technique, rows, blocks in self._by_technique:
             total[rows] += phases.add_up(technique.plan_lifetimes(costs.step, blocks))
         total[:, phases.position[UPDATE]] += self._temporaries
+        peaks = np.empty(len(self.plans))
         for rows, beside in self._by_neighbours():
+            held, of_block = total[rows], np.empty((len(rows), total.shape[1]))
             for block, (name, legal) in enumerate(self.configs.items()):
                 chosen = self.plans[rows, block]
                 sizes = np.zeros((len(legal), total.shape[1]))
                 for c in set(chosen.tolist()):
                     sizes[c] = costs.block_memory(name, legal[c], beside[name])
-                total[rows] += sizes[chosen]
-        return np.asarray(total.max(axis=1))
+                held += np.take(sizes, chosen, axis=0, out=of_block, mode="clip")  # others copy it once more
+            peaks[rows] = held.max(axis=1)
+        return peaks
 
     @cached_property
     def _temporaries(self) -> Array:

@@ -17,6 +17,7 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.plan_frontier import PlanFrontier
 from tests.preloaded import preloaded_python
 
 ROOT = Path(__file__).parents[2]
@@ -136,13 +137,14 @@ def test_a_bug_in_user_code_keeps_its_traceback(tmp_path):
 def test_plan_writes_the_frontier_and_the_plan(cluster, tmp_path):
     output = finished(topt("plan", *TINY, f"cluster={cluster}", f"hydra.run.dir={tmp_path}/run", folder=tmp_path))
     frontier = json.loads((tmp_path / "run" / "frontier.json").read_text())
-    assert frontier["schema_version"] == 1 and frontier["exact"] is True
+    assert frontier["schema_version"] == 2 and frontier["exact"] is True
     assert frontier["capture_seconds"] > 0 and frontier["search_seconds"] > 0
     points = sorted(frontier["points"], key=lambda point: point["peak_bytes"])
     seconds = [point["step_seconds"] for point in points]
     assert seconds == sorted(seconds, reverse=True), "no point is dominated"
-    assert all(ParallelPlan.from_dict(point["plan"]).mesh.size == point["devices"] == 2 for point in points)
-    uniform = [ParallelPlan.from_dict(point["plan"]) for point in frontier["uniform"]]
+    read = PlanFrontier.from_json((tmp_path / "run" / "frontier.json").read_text())
+    assert all(point.plan.mesh.size == point.devices == 2 for point in read.points)
+    uniform = [point.plan for point in read.uniform]
     assert {name for plan in uniform for name in plan.mesh.names} >= {"data", "tensor"}, "both were searched"
     plan = ParallelPlan.load(tmp_path / "run" / "plan.yaml")
     assert plan.reason and plan.predicted.step_seconds <= (1 + TIME_ERROR) * min(seconds) + TIME_ERROR_SECONDS

@@ -11,7 +11,7 @@ import pytest
 from lightning_topt.communication import Dense, TopK
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.choose import NoPlanFitsError, choose
-from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, uniform_plan
+from lightning_topt.plan.parallel_plan import BlockPlan, ParallelPlan, PlanError, uniform_plan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 
 MIB = 2.0**20
@@ -164,9 +164,14 @@ def test_candidates_are_the_frontier_and_uniform_plans() -> None:
         uniform[1],
     )
     assert PlanFrontier.from_json(frontier.to_json()) == frontier
-    old = json.loads(frontier.to_json())
-    del old["uniform"]
-    assert PlanFrontier.from_json(json.dumps(old)).candidates == (uniform[1],)
+    data = json.loads(frontier.to_json())
+    written = [data["points"][0], *data["uniform"]]
+    assert len(data["blocks"]) == len(written[0]["plan"]["stages"][0]["blocks"])
+    assert len(data["configs"]) == 2, "what plans have in common is written once"
+    for at in (len(data["configs"]), -1, True):
+        written[1]["plan"]["stages"][0]["configs"][0] = at
+        with pytest.raises(PlanError, match="a place in configs must be"):
+            PlanFrontier.from_json(json.dumps(data))
 
 
 def test_a_compressed_plan_says_so_and_what_exact_ones_cost() -> None:

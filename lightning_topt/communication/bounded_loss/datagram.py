@@ -17,7 +17,7 @@ from lightning_topt.communication.bounded_loss.raw_memory import inner, load8, l
 
 HEADER_BYTES = 40
 DEFAULT_DATAGRAM_BYTES = 1472  # what an Ethernet frame of 1500 bytes leaves beside the headers of IPv4 and UDP
-FEWEST_DATAGRAM_BYTES, MOST_DATAGRAM_BYTES = 512, 65000
+FEWEST_DATAGRAM_BYTES, MOST_DATAGRAM_BYTES = 128, 65000
 
 CONTRIBUTION, RESULT = 1, 2  # data: of a rank to the owner of a shard; of the owner to all
 OPEN, PROBE, BITMAP, STOP, REPORT, SYNC, PING, PONG, FAILED, LEAVE = 3, 4, 5, 6, 7, 8, 9, 10, 11, 12

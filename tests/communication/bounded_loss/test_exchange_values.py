@@ -182,7 +182,13 @@ def test_buckets_in_flight_together_and_in_another_order():
 
 
 @pytest.mark.parametrize(
-    "options", [WireOptions(offload=False), WireOptions(mark=False), WireOptions(datagram_bytes=9000)]
+    "options",
+    [
+        WireOptions(offload=False),
+        WireOptions(mark=False),
+        WireOptions(datagram_bytes=9000),
+        WireOptions(datagram_bytes=228),
+    ],
 )
 def test_ways_of_sending(options):
     contributions = [whole_numbers(200_000, seed=rank) for rank in range(2)]

@@ -2,8 +2,9 @@
 them hides behind computation.
 
 Curves are of calls back to back. In a step ranks compute before they exchange, so they come one after another, to threads that
-wait for busy cores: on two ranks of two shared cores, an all_reduce of 2 MiB took 0.6 ms at best, and 3.9 ms on average in a
-loop with products. `WaitTimer` measures the difference, which does not grow with the size.
+wait for busy cores: an all_reduce of 1.5 MiB by two ranks of two shared cores took 0.7 ms at best, on average 2.7 ms after 3 ms
+of products, 4.4 ms after 6 to 25 ms and 5.1 ms after 50 to 100 ms; by four ranks 2.3 ms at best, 11 ms after 3 ms, 14 to 17 ms
+after 10 to 50 ms. `WaitTimer` measures the difference, which does not grow with the size.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SHARES = {
 }  # of the time of the others, which steps have more of
 _OVERLAP_BYTES, _OVERLAP_SECONDS = 4 << 20, 0.05  # at most, of one exchange beside computation
 _MATRIX = {"cpu": 256, "cuda": 2048}
-_PRODUCTS, _WAIT_BYTES = 8, 1 << 18  # a few milliseconds, as between the exchanges of a step; an activation
+_WORK_SECONDS, _WAIT_BYTES = 0.02, 1 << 18  # what ranks compute between the exchanges of a step; an activation
 
 Call = Callable[[], Any]
 Points = dict[float, float]  # seconds by bytes of the whole tensor
@@ -71,12 +72,15 @@ class CollectiveTimer:
 
 
 class WaitTimer:
-    """Times what an all_reduce takes more after products than back to back: the mean, for a step takes the sum of all."""
+    """`WaitTimer` times what an all_reduce takes more after 20 ms of products than back to back: the mean, for a step takes the
+    sum of all. Making one is collective.
+    """
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device, budget_seconds: float) -> None:
         self.group, self.device, self.budget_seconds = group, device, budget_seconds
         self.message = torch.ones(_WAIT_BYTES // 4, device=device)
-        self.work = _products(device, _PRODUCTS)
+        product = average([time_call(_products(device, 1), device=device, budget_seconds=0.1 * budget_seconds)])[0]
+        self.work = _products(device, max(1, round(_WORK_SECONDS / product)))
 
     def __call__(self) -> Points:
         """Seconds at the size of the message, the same on every rank. Collective."""
@@ -89,7 +93,7 @@ class WaitTimer:
             return time_once(call, device=self.device)
 
         first = average([time_once(after_work, device=self.device)])[0]
-        repeats = int(np.clip(self.budget_seconds / 2 / max(first, 1e-6), 3, 40))
+        repeats = int(np.clip(self.budget_seconds / max(first, 1e-6), 4, 40))
         beside = statistics.mean(after_work() for _ in range(repeats))
         alone = min(time_once(call, device=self.device) for _ in range(repeats))
         return {float(_WAIT_BYTES): max(average([beside - alone])[0], 0.0)}

@@ -96,7 +96,7 @@ def advise_bounded_loss(at: Estimate, *, tail: float | None) -> Advice:
     exposed, step = predicted.exposed_communication_seconds, at.point.step_seconds
     if at.point.plan.schedule is not None:
         exposed = 0.0  # in a pipeline these are waits for stages, not for gradients
-    source = "derived; the idea: DLCP, arXiv 2008.08445 (MLT, NSDI 2024), which is not part of this package"
+    source = "derived; the idea: DLCP, arXiv 2008.08445, and MLT, NSDI 2024"
     formula = "gain <= T / (T - x (1 - 1 / q)) - 1"
     inputs: dict[str, object] = {"T": step, "x": exposed, "q": tail}
     if tail is None:
@@ -112,6 +112,6 @@ def advise_bounded_loss(at: Estimate, *, tail: float | None) -> Advice:
             source,
         )
     gain = step / max(step - exposed * (1 - 1 / tail), 1e-12) - 1
-    worth = "worth a try" if gain > _WORTH else "not worth it"
+    worth = "worth allowing (strategy.allow_compression=[bounded_loss])" if gain > _WORTH else "not worth it"
     sentence = f"At most {100 * gain:.0f} % more steps per second: {worth}."
     return Advice("bounded loss", sentence, gain, "of the steps per second", formula, inputs, source)

@@ -116,8 +116,8 @@ def test_a_curve_never_falls():
 
 
 def late_on_rank(rank):
-    """One rank comes 20 ms late to every exchange that has work before it."""
-    make, measured_links._products = measured_links._products, lambda device, count: lambda: time.sleep(0.02 * rank)
+    """One rank comes 40 ms late to every exchange that has work before it: its products take 10 ms, those of all 5 ms."""
+    make, measured_links._products = measured_links._products, lambda device, count: lambda: time.sleep(0.01 * count * rank)
     try:
         timer = WaitTimer(dist.group.WORLD, device=torch.device("cpu"), budget_seconds=0.2)
     finally:
@@ -127,7 +127,7 @@ def late_on_rank(rank):
 
 def test_ranks_that_wait_for_one_another_are_part_of_a_collective():
     one, other = run_ranks(late_on_rank, 2)
-    assert one == other >= 0.4 * 0.02  # the first waited for the other, which did not: half of it
+    assert one == other >= 0.4 * 0.04  # the first waited for the other, which did not: half of it
     waits = Cluster("c", Device("d", 1, {"float32": 1.0}, 1.0), 2, 1, Link(0.0, 1.0))
     waits = replace(waits, collectives={("all_reduce", 2, 1): CollectiveCurve((8.0, 16.0), (1.0, 2.0), 0.5)})
     assert Cluster.from_dict(waits.to_dict()) == waits

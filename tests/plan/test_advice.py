@@ -87,6 +87,7 @@ def test_a_transport_that_may_lose_brings_at_most_the_tail() -> None:
     at = of(1.0, Scenario(cluster(), 4, 32))  # 0.1 s of exchange in the way
     assert advise_bounded_loss(at, tail=None).value == pytest.approx(1 / 0.9 - 1)
     assert advise_bounded_loss(at, tail=2.0).value == pytest.approx(1 / 0.95 - 1)
+    assert "allow_compression=[bounded_loss]" in advise_bounded_loss(at, tail=1000.0).advice
     assert advise_bounded_loss(at, tail=1.0).value == 0 and "not worth it" in advise_bounded_loss(at, tail=1.0).advice
 
 

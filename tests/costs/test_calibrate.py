@@ -117,7 +117,10 @@ def test_a_curve_never_falls():
 
 def late_on_rank(rank):
     """One rank comes 40 ms late to every exchange that has work before it: its products take 10 ms, those of all 5 ms."""
-    make, measured_links._products = measured_links._products, lambda device, count: lambda: time.sleep(0.01 * count * rank)
+    make, measured_links._products = (
+        measured_links._products,
+        lambda device, count: lambda: time.sleep(0.01 * count * rank),
+    )
     try:
         timer = WaitTimer(dist.group.WORLD, device=torch.device("cpu"), budget_seconds=0.2)
     finally:

@@ -1,10 +1,12 @@
 """search_meshes against the union of what each mesh gives by itself."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from lightning_topt.costs.chain_table import ChainTable
-from lightning_topt.frontier import frontier_search, mesh_frontier, wide
+from lightning_topt.frontier import frontier_search, mesh_frontier, walk, wide
 from lightning_topt.frontier.brute_force import brute_force_frontier
 from lightning_topt.frontier.chain_layers import column_count
 from lightning_topt.frontier.mesh_frontier import search_meshes
@@ -114,6 +116,34 @@ def test_narrow_sweeps_follow_where_all_at_once_takes_too_long(monkeypatch):
     found = search_meshes([(i, lambda i=i: tables[i]) for i in range(3)], max_seconds=60)
     assert caps[0] > caps[1] and found.exact
     assert [(p.step_seconds, p.peak_bytes) for _, p in found.points] == union(tables)
+
+
+def test_all_at_once_ends_as_soon_as_the_layers_left_would_take_too_long(monkeypatch):
+    monkeypatch.setattr(mesh_frontier, "_SMALL", 0)
+    monkeypatch.setattr(frontier_search, "_SMALL", 0)
+    clock, steps, ends = [0.0], [], []
+    for module in (wide, walk, mesh_frontier):
+        watch = SimpleNamespace(thread_time=lambda: clock[0], perf_counter=lambda: clock[0])
+        monkeypatch.setattr(module, "time", watch)
+    step, sweep = walk.Walk.step, wide._sweep
+
+    def twice_as_long_as_the_last(self):
+        clock[0] += 2.0 ** len(steps)
+        steps.append(self.done)
+        step(self)
+
+    def watched(*args, **options):
+        try:
+            return sweep(*args, **options)
+        finally:
+            ends.append((clock[0], len(steps)))
+
+    monkeypatch.setattr(walk.Walk, "step", twice_as_long_as_the_last)
+    monkeypatch.setattr(wide, "_sweep", watched)
+    table = random_chain(np.random.default_rng(3), blocks=30, configs=4, edges=0.5)
+    found = search_meshes([("mesh", lambda: table)], max_seconds=1000)
+    assert ends[0][0] < 500 and ends[0][1] < 10, "long before the 750 s that it may take"
+    assert found.points and found.error_bound > 0
 
 
 def test_no_mesh_and_no_allowed_plan():

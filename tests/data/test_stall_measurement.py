@@ -289,7 +289,7 @@ def test_all_of_it(tmp_path, workers):
     assert result.setup.num_workers == workers and result.setup.cores == 2
     assert result.costs.num_items == 400 and result.costs.batch_size == 4
     assert result.cold.batch_seconds > 4 * 0.002 / max(1, workers) * 0.9
-    assert result.costs.latency_seconds > 0.0005  # on a busy machine part of the 2 ms counts as work of others
+    assert result.costs.latency_seconds > 0.0015
     assert result.stalls.total_seconds == pytest.approx(result.cold.batch_seconds)
     assert result.stalls.fetch_seconds > 0.5 * (result.cold.batch_seconds - result.cached.batch_seconds)
     record = json.loads(json.dumps(result.to_dict()))

@@ -101,7 +101,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         if number + 1 == NOT_TIMED:
             before = sent_bytes()
         last = number + 1 == len(batches)
-        if last and training.outer is not None:
+        if last and training.outer is not None and options.every:
             start = time.perf_counter()
             training.outer.synchronize()
             seconds[-1] += time.perf_counter() - start
@@ -137,7 +137,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--loss", type=float, default=float("-inf"), help="where to stop")
-    parser.add_argument("--every", type=int, default=10, help="steps between validations; 0: none")
+    parser.add_argument(
+        "--every", type=int, default=10, help="steps between validations; 0: none, steps are timed only"
+    )
     parser.add_argument("--held_out", type=int, default=32, help="batches")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

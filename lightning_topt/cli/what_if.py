@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightning_topt.cli.searched_meshes import SearchedMeshes
 from lightning_topt.cli.several_clusters import read_clusters
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.communication import check_world_size
+from lightning_topt.graph.no_trace import no_collection
 from lightning_topt.plan.choose import OBJECTIVES, NoPlanFitsError
 from lightning_topt.plan.choose_scenario import (
     SCENARIO_OBJECTIVES,
@@ -92,6 +94,7 @@ def is_asked(config: DictConfig) -> bool:
     return any(value is not None for value in given) or config.spot is not False or is_new
 
 
+@no_collection()  # but between searches: there are millions of objects, and most of them stay to the end
 def run(config: DictConfig) -> None:
     """Search every scenario that `config` describes, choose one and report all; files go to Hydra's run folder.
 
@@ -167,6 +170,7 @@ def search_all(
 
 def _search(request: PlanRequest, asked: WhatIf, of: tuple[Scenario, SearchRequest]) -> Found:
     scenario, search = of
+    gc.collect(0)  # what the search before left
     check_world_size(search.cluster, world_size=scenario.devices)
     return search_scenario(
         search,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import os
 import queue
 import sys
@@ -18,6 +19,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -172,7 +174,7 @@ def _base(target: dict[Any, Any]) -> Any:
 def _restore_dict(target: dict[Any, Any], saved: list[tuple[Any, Any]]) -> None:
     base = _base(target)
     now = [*base.items(target)]
-    if len(now) == len(saved) and all(a is k and b is v for (a, b), (k, v) in zip(now, saved, strict=True)):
+    if len(now) == len(saved) and (not now or all(map(operator.is_, chain(*now), chain(*saved)))):
         return
     # Names that stay are not taken away in between: other threads may read them.
     wanted, known = dict(saved), dict(now)
@@ -188,7 +190,7 @@ def _restore_dict(target: dict[Any, Any], saved: list[tuple[Any, Any]]) -> None:
 
 
 def _restore_sequence(target: Any, saved: list[Any]) -> None:
-    if len(target) != len(saved) or any(a is not b for a, b in zip(target, saved, strict=True)):
+    if len(target) != len(saved) or not all(map(operator.is_, target, saved)):
         base: Any = list if isinstance(target, list) else collections.deque
         base.clear(target)
         base.extend(target, saved)

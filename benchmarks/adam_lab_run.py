@@ -28,6 +28,7 @@ from lightning_topt.communication.topology import Topology
 
 SEQUENCES = 4
 WARM_UP = 20  # steps in which the learning rate rises
+TIMEOUT = 1800  # seconds of any wait; trainings may be stopped for a while
 NOT_TIMED = 3  # steps: kernels are compiled, buckets laid anew
 
 
@@ -43,13 +44,13 @@ class Training:
         self.rate, chosen = rate, read_method(method) if method else None
         topology = Topology.from_environment(rank=dist.get_rank(), world_size=dist.get_world_size())
         if isinstance(chosen, LocalMethod):
-            self.outer = OuterSteps(self.module.named_parameters(), chosen, topology=topology, timeout_seconds=120)
+            self.outer = OuterSteps(self.module.named_parameters(), chosen, topology=topology, timeout_seconds=TIMEOUT)
         else:
             ddp = DistributedDataParallel(self.module, gradient_as_bucket_view=True, init_sync=False)
             self.forward = ddp
             if chosen is not None:
                 assert isinstance(chosen, GradientMethod)
-                self.exchange = CompressedExchange(chosen, topology=topology, timeout_seconds=120)
+                self.exchange = CompressedExchange(chosen, topology=topology, timeout_seconds=TIMEOUT)
                 self.exchange.register(ddp)
         if isinstance(chosen, GradientMethod) and chosen.has_momentum:  # of signs: its decay is AdamW's
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=rate, weight_decay=decay)
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     result = train(options)
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(result))

@@ -66,6 +66,12 @@ def estimate_collective_seconds(cluster: Cluster, *, op: str, size: float, group
     return ring_seconds(op, size=size, ranks=group.size, link=bottleneck_link(cluster, group=group))
 
 
+def estimate_wait_seconds(cluster: Cluster, *, op: str, group: Group) -> float:
+    """Return what `estimate_collective_seconds` has of waiting for ranks that come later: no work for anybody."""
+    curve = cluster.collectives.get((op, group.size, group.stride))
+    return 0.0 if curve is None else curve.wait_seconds
+
+
 def check_world_size(cluster: Cluster, *, world_size: int) -> None:
     """Raise ValueError unless the cluster has at least `world_size` devices."""
     if not 1 <= world_size <= cluster.num_devices:

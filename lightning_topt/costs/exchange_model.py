@@ -26,7 +26,7 @@ from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.communication.exchange_work import NO_WORK, BucketGradients, Work
 from lightning_topt.communication.topology import Topology
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.communication import Collective, estimate_collective_seconds
+from lightning_topt.costs.communication import Collective, estimate_collective_seconds, estimate_wait_seconds
 from lightning_topt.costs.datagrams import estimate_bounded_loss_seconds
 from lightning_topt.costs.groups import Group
 from lightning_topt.costs.sizes import gradient_bytes
@@ -70,6 +70,15 @@ class ExchangeModel:
     def worker_seconds(self, block: str) -> float:
         """Return the seconds of starting kernels and on the network."""
         return self.work[block].calls * self.cluster.device.op_overhead_seconds + self._network_seconds(block)
+
+    def wait_seconds(self, block: str) -> float:
+        """Return the part of `worker_seconds` that is waiting for other ranks."""
+        work = self.work[block]
+        # The exempt gradients' all-reduce, beside the first, is waited for with that.
+        calls = [(where, op) for where, op, _ in work.collectives] or [("world", "all_reduce")] * bool(
+            work.exempt_bytes
+        )
+        return sum(estimate_wait_seconds(self.cluster, op=op, group=self._group(where)) for where, op in calls)
 
     def collectives(self, block: str) -> Iterator[Collective]:
         """Yield what ranks exchange for the gradients of `block`."""

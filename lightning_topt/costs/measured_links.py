@@ -4,7 +4,8 @@ them hides behind computation.
 Curves are of calls back to back. In a step ranks compute before they exchange, so they come one after another, to threads that
 wait for busy cores: an all_reduce of 1.5 MiB by two ranks of two shared cores took 0.7 ms at best, on average 2.7 ms after 3 ms
 of products, 4.4 ms after 6 to 25 ms and 5.1 ms after 50 to 100 ms; by four ranks 2.3 ms at best, 11 ms after 3 ms, 14 to 17 ms
-after 10 to 50 ms. `WaitTimer` measures the difference, which does not grow with the size.
+after 10 to 50 ms. But four ranks of two cores compute faster while one of them waits: steps lost next to nothing by it. What
+`WaitTimer` measures of whole rounds does not grow with the size.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,7 @@ _SHARES = {
 _OVERLAP_BYTES, _OVERLAP_SECONDS = 4 << 20, 0.05  # at most, of one exchange beside computation
 _MATRIX = {"cpu": 256, "cuda": 2048}
 _WORK_SECONDS, _WAIT_BYTES = 0.02, 1 << 18  # what ranks compute between the exchanges of a step; an activation
+_WAIT_PARTS = 4
 
 Call = Callable[[], Any]
 Points = dict[float, float]  # seconds by bytes of the whole tensor
@@ -72,8 +75,9 @@ class CollectiveTimer:
 
 
 class WaitTimer:
-    """`WaitTimer` times what an all_reduce takes more after 20 ms of products than back to back: the mean, for a step takes the
-    sum of all. Making one is collective.
+    """`WaitTimer` times what 20 ms of products and an all_reduce take more than both apart: the mean, for a step takes the sum
+    of all. Where ranks share cores, a rank that waits leaves them to the others, which makes up for much of it. Making one is
+    collective.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device, budget_seconds: float) -> None:
@@ -88,15 +92,25 @@ class WaitTimer:
         def call() -> None:
             dist.all_reduce(self.message, group=self.group)
 
-        def after_work() -> float:
+        def after_work() -> None:
             self.work()
-            return time_once(call, device=self.device)
+            call()
 
         first = average([time_once(after_work, device=self.device)])[0]
-        repeats = int(np.clip(self.budget_seconds / max(first, 1e-6), 4, 40))
-        beside = statistics.mean(after_work() for _ in range(repeats))
+        repeats = int(np.clip(self.budget_seconds / max(2 * first, 1e-6), _WAIT_PARTS, 40))
+        together, work = [0.0], [0.0]
+        for _ in range(_WAIT_PARTS):  # in turns, for a machine that changes its speed meanwhile
+            for seconds, part in ((together, after_work), (work, self.work)):
+                call()
+                seconds[0] += time_once(partial(_repeat, part, repeats // _WAIT_PARTS), device=self.device)
         alone = min(time_once(call, device=self.device) for _ in range(repeats))
-        return {float(_WAIT_BYTES): max(average([beside - alone])[0], 0.0)}
+        rounds = _WAIT_PARTS * (repeats // _WAIT_PARTS)
+        return {float(_WAIT_BYTES): max(average([(together[0] - work[0]) / rounds - alone])[0], 0.0)}
+
+
+def _repeat(call: Call, times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 @contextmanager

@@ -11,7 +11,12 @@ import numpy as np
 
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.costs.cluster import Cluster
-from lightning_topt.costs.communication import Collective, check_world_size, estimate_collective_seconds
+from lightning_topt.costs.communication import (
+    Collective,
+    check_world_size,
+    estimate_collective_seconds,
+    estimate_wait_seconds,
+)
 from lightning_topt.costs.compute import KernelKey, estimate_pass_seconds
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
@@ -226,10 +231,12 @@ class TrainingStep:
 
     def seconds_of(self, collectives: Iterable[Collective]) -> float:
         """Return the seconds of `collectives` one after another."""
-        given = ((each.op, each.size, each.group) for each in collectives)
-        return sum(
-            estimate_collective_seconds(self.cluster, op=op, size=size, group=group) for op, size, group in given
-        )
+        return sum(estimate_collective_seconds(self.cluster, op=c.op, size=c.size, group=c.group) for c in collectives)
+
+    def waits_of(self, collectives: Iterable[Collective]) -> float:
+        """Return the part of `seconds_of` that is waiting for other ranks."""
+        sent = (each for each in collectives if each.size > 0)
+        return sum(estimate_wait_seconds(self.cluster, op=each.op, group=each.group) for each in sent)
 
     def update_seconds(self, parameter: Parameter, *, share: float = 1.0) -> float:
         """Return the seconds of the optimizer on a share of one parameter."""

@@ -22,7 +22,7 @@ from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.gather import packed
 from lightning_topt.optim.pieces import rows_of
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.techniques.data_parallel import bucket_bytes
+from lightning_topt.techniques.ddp_wrapper import bucket_bytes
 from lightning_topt.techniques.registry import TECHNIQUES
 from lightning_topt.techniques.technique import has_whole_gradients
 from lightning_topt.techniques.tensor_parallel.layout import layout_of

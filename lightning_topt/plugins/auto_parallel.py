@@ -36,7 +36,7 @@ from lightning_topt.plugins.read_options import check_planner_options, read_clus
 from lightning_topt.plugins.run_plan import decide_plan
 from lightning_topt.plugins.sharded_clipping import clip_sharded
 from lightning_topt.plugins.step_monitor import StepMonitor
-from lightning_topt.techniques.data_parallel import register_hook, wrap_in_ddp
+from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
 from lightning_topt.techniques.technique import RunOptions
 
 

@@ -12,12 +12,10 @@ sharded (ZeRO level 1). Parameters with sharded gradients are beside it in the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -30,6 +28,7 @@ from lightning_topt.costs.update import temporaries_seconds
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
+from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
 from lightning_topt.techniques.technique import (
     Applied,
     BlockSeconds,
@@ -197,7 +196,8 @@ def _loose_gradient_lifetimes(step: TrainingStep, parameters: Sequence[Parameter
 def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None:
     """Add the copy of whole gradients into DDP's bucket, and their all-reduce where nothing else exchanges them."""
     seconds.reduce_foreground += step.copy_seconds(sum(map(gradient_bytes, step.parameters(block))))
-    add_exchange(seconds, step, step.seconds_of(whole_gradient_collectives(step, block)))
+    collectives = [*whole_gradient_collectives(step, block)]
+    add_exchange(seconds, step, step.seconds_of(collectives), waits=step.waits_of(collectives))
 
 
 def whole_gradient_collectives(step: TrainingStep, block: str) -> Iterator[Collective]:
@@ -220,64 +220,14 @@ def _name_in(block: str, parameter: Parameter) -> str:
     return parameter.name.removeprefix(f"{block}.")
 
 
-def bucket_bytes(gradients: Sequence[torch.Tensor]) -> list[int]:
-    """Return the bytes of the buckets that DDP packs `gradients` into, which are in the order in which they become ready.
-
-    Those of all steps but the first, which has one bucket for each dtype.
+def add_exchange(seconds: BlockSeconds, step: TrainingStep, exchange: float, *, waits: float) -> None:
+    """Add an exchange of gradients of so many seconds, of which the cluster's share runs beside backward, and all `waits` in it
+    for other ranks.
     """
-    if not gradients:
-        return []
-    limits = [1 << 20, 25 << 20]  # torch 2.13 `distributed.py`, `_ddp_init_helper`
-    buckets, _ = dist._compute_bucket_assignment_by_size([*gradients], limits)  # type: ignore[attr-defined]
-    return [sum(gradients[index].nbytes for index in bucket) for bucket in buckets]
-
-
-def add_exchange(seconds: BlockSeconds, step: TrainingStep, exchange: float) -> None:
-    """Add an exchange of gradients of so many seconds, of which the cluster's share runs beside backward."""
     ranks = step.mesh.size if step.joint else step.mesh.data_parallel_size
     beside = 0.0 if ranks == 1 else step.cluster.overlap
-    seconds.reduce_foreground += (1 - beside) * exchange
-    seconds.reduce_background += beside * exchange
-
-
-def wrap_in_ddp(
-    module: nn.Module, *, device: torch.device, arguments: Mapping[str, Any], ignored: Collection[str] = ()
-) -> DistributedDataParallel:
-    """Return `module`, which is on `device`, in torch's DDP with its `arguments`, without the parameters named `ignored`."""
-    device_ids = None if device.type == "cpu" else [device.index]
-    with _ignoring(module, ignored), _side_stream(device):
-        return DistributedDataParallel(module, device_ids=device_ids, **arguments)
-
-
-def register_hook(ddp: DistributedDataParallel, hook: Callable[..., Any] | None, state: Any) -> None:
-    """Let the user's communication hook, if there is one, average the gradients of `ddp`."""
-    if hook is not None:
-        ddp.register_comm_hook(state=state, hook=hook)
-
-
-@contextmanager
-def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None, None]:
-    """DDP reads what it is to ignore from an attribute of the module; what the user has there stays."""
-    attribute, before = "_ddp_params_and_buffers_to_ignore", dict(vars(module))
-    if names:
-        setattr(module, attribute, [*before.get(attribute, ()), *names])
-    try:
-        yield
-    finally:
-        if names and attribute in before:
-            setattr(module, attribute, before[attribute])
-        elif names:
-            delattr(module, attribute)
-
-
-@contextmanager
-def _side_stream(device: torch.device) -> Generator[None, None, None]:
-    """DDP on CUDA is to be made on a side stream (pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs")."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        yield
+    seconds.reduce_foreground += (1 - beside) * (exchange - waits)
+    seconds.reduce_background += beside * (exchange - waits) + waits
 
 
 def _names_for_ddp(names: Collection[str]) -> list[str]:

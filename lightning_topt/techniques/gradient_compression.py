@@ -91,8 +91,10 @@ class GradientCompression(Technique):
     @override
     def add_seconds(self, seconds: BlockSeconds, step: TrainingStep, block: str, config: OpConfig) -> None:
         assert step.exchange_model is not None
-        add_exchange(seconds, step, step.exchange_model.worker_seconds(block))
-        seconds.reduce_foreground += step.exchange_model.device_seconds(block)
+        waits = step.exchange_model.wait_seconds(block)
+        add_exchange(seconds, step, step.exchange_model.worker_seconds(block), waits=waits)
+        buffers = step.exchange_model.work[block].buffer_bytes
+        seconds.reduce_foreground += step.exchange_model.device_seconds(block) + step.taken_seconds(buffers)
 
     # ---- how it is applied -------------------------------------------------------------------------------------------
 

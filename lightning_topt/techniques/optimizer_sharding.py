@@ -94,7 +94,8 @@ class OptimizerSharding(Technique):
         ranks, parameters = step.mesh.data_parallel_size, step.parameters(block)
         seconds.update += sum(step.update_seconds(p) for p in parameters) / ranks
         seconds.update += temporaries_seconds(step, {p: 1 / ranks for p in parameters})
-        seconds.broadcast += step.seconds_of(_broadcasts(step, block))
+        broadcasts = [*_broadcasts(step, block)]  # one after another: nobody computes in between, so nobody waits
+        seconds.broadcast += step.seconds_of(broadcasts) - step.waits_of(broadcasts)
 
     @override
     def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:

@@ -1,7 +1,7 @@
 """Dense gradients in 16 bits, on every backend (torch's bf16 hook refuses gloo).
 
 bytes moved on the device     collectives          function
-(2 s + 8) n                   all_reduce(2 n)      HalfMethod.work
+(4 s + 8) n                   all_reduce(2 n)      HalfMethod.work
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class HalfExchange(BucketExchange):
         """Exchange `bucket` by one all-reduce on ``groups.world[0]``."""
         if self.method.is_dense_step(bucket.step):
             return (yield from self.dense_stages(bucket))
-        half = torch.empty_like(bucket.buffer, dtype=self.method.dtype)
-        # Divided before it is cast, so that the sum of all ranks overflows only where their mean does.
-        torch.div(bucket.buffer, float(self.topology.world_size), out=half)
+        # Divided before it is cast, so that the sum of all ranks overflows only where their mean does; in place, because a
+        # division into another dtype takes a buffer for all of it.
+        half = bucket.buffer.div_(self.topology.world_size).to(self.method.dtype)
         own_finite = is_finite(half)
         self.count_ring(half.nbytes, passes=2)
         work = dist.all_reduce(half, group=self.groups.world[0], async_op=True)
@@ -67,10 +67,12 @@ class HalfMethod(CompressedMethod):
 
     @override
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
-        """Return that of a 16-bit buffer: divided into, looked through for infinities before and after, copied back."""
+        """Return that of a 16-bit buffer: cast from what was divided, looked through for infinities before and after, copied
+        back.
+        """
         half = 2 * gradients.numel
         collectives = (("world", "all_reduce", half),)
-        return Work(2 * gradients.nbytes + 4 * half, ENCODE_CALLS // 2, collectives, buffer_bytes=half)
+        return Work(4 * gradients.nbytes + 4 * half, ENCODE_CALLS // 2, collectives, buffer_bytes=half)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,91 @@
+"""torch's DistributedDataParallel (DDP) around a module: its buckets, what it ignores, the user's hook.
+
+[Note: buckets] DDP sends a bucket once it is full. With torch's 25 MiB a model of 15 M parameters sends nearly nothing before
+the middle of its backward pass, and a quarter of all after its end, which a slow network cannot hide. With 16 buckets it hides
+all but a sixteenth; many more cost calls that wait for one another (benchmarks/results/bucket_sizes.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+_BUCKETS = 16
+_SMALLEST_BUCKET, _TORCH_BUCKET = 1 << 20, 25 << 20  # torch 2.13 `distributed.py`, `_BucketCapacityConfig`
+_BUCKET_ARGUMENTS = {"bucket_cap_mb", "bucket_cap_mb_list"}
+
+
+def bucket_limits(gradients: int) -> list[int]:
+    """Return the bytes from which a bucket of DDP is full, that of the first apart where there are two, for so many bytes of
+    gradients: a sixteenth of them, at least 1 MiB; torch's own 1 and 25 MiB where that is more.
+    """
+    size = max(gradients // _BUCKETS, _SMALLEST_BUCKET)
+    return [size] if size < _TORCH_BUCKET else [_SMALLEST_BUCKET, _TORCH_BUCKET]
+
+
+def bucket_bytes(gradients: Sequence[torch.Tensor]) -> list[int]:
+    """Return the bytes of the buckets that DDP packs `gradients` into, which are in the order in which they become ready.
+
+    Those of all steps but the first, which has one bucket for each dtype.
+    """
+    if not gradients:
+        return []
+    limits = bucket_limits(sum(gradient.nbytes for gradient in gradients))
+    buckets, _ = dist._compute_bucket_assignment_by_size([*gradients], limits)  # type: ignore[attr-defined]
+    return [sum(gradients[index].nbytes for index in bucket) for bucket in buckets]
+
+
+def wrap_in_ddp(
+    module: nn.Module, *, device: torch.device, arguments: Mapping[str, Any], ignored: Collection[str] = ()
+) -> DistributedDataParallel:
+    """Return `module`, which is on `device`, in torch's DDP with its `arguments`, without the parameters named `ignored`.
+
+    Buckets are as large as `bucket_limits` has them unless `arguments` say so: see [Note: buckets].
+    """
+    device_ids = None if device.type == "cpu" else [device.index]
+    if not _BUCKET_ARGUMENTS & set(arguments):
+        averaged = (p for name, p in module.named_parameters() if p.requires_grad and name not in ignored)
+        # DDP says what is wrong with lazy ones.
+        limits = bucket_limits(sum(p.nbytes for p in averaged if not is_lazy(p)))
+        if len(limits) == 1:
+            arguments = {**arguments, "bucket_cap_mb": limits[0] / (1 << 20)}
+    with _ignoring(module, ignored), _side_stream(device):
+        return DistributedDataParallel(module, device_ids=device_ids, **arguments)
+
+
+def register_hook(ddp: DistributedDataParallel, hook: Callable[..., Any] | None, state: Any) -> None:
+    """Let the user's communication hook, if there is one, average the gradients of `ddp`."""
+    if hook is not None:
+        ddp.register_comm_hook(state=state, hook=hook)
+
+
+@contextmanager
+def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None, None]:
+    """DDP reads what it is to ignore from an attribute of the module; what the user has there stays."""
+    attribute, before = "_ddp_params_and_buffers_to_ignore", dict(vars(module))
+    if names:
+        setattr(module, attribute, [*before.get(attribute, ()), *names])
+    try:
+        yield
+    finally:
+        if names and attribute in before:
+            setattr(module, attribute, before[attribute])
+        elif names:
+            delattr(module, attribute)
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Generator[None, None, None]:
+    """DDP on CUDA is to be made on a side stream (pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs")."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield

@@ -1,0 +1,72 @@
+"""DDP's buckets are those that the plan counts, and a user's own where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_topt.techniques.ddp_wrapper import bucket_bytes, bucket_limits, wrap_in_ddp
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def layers(count: int, width: int = 512) -> nn.Sequential:
+    """So many layers of 1 MiB each."""
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+
+
+def sent(module: nn.Module, *, ignored: tuple[str, ...] = (), **arguments: Any) -> list[int]:
+    """The bytes of the buckets of a step that is not the first."""
+    given = {"gradient_as_bucket_view": True, **arguments}
+    ddp = wrap_in_ddp(module, device=torch.device("cpu"), arguments=given, ignored=ignored)
+    sizes: list[int] = []
+
+    def note(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        sizes.append(bucket.buffer().nbytes)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    note.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
+    ddp.register_comm_hook(None, note)
+    for _ in range(2):
+        sizes.clear()
+        ddp(torch.ones(1, 512)).sum().backward()
+    return sizes
+
+
+@pytest.mark.parametrize(("count", "expected"), [(3, [MIB] * 3), (16, [MIB] * 16), (40, [3 * MIB] * 13 + [MIB])])
+def test_a_sixteenth_and_one_mebibyte_at_least(count: int, expected: list[int]) -> None:
+    module = layers(count)
+    assert sent(module) == expected
+    assert bucket_bytes([p.detach() for p in reversed([*module.parameters()])]) == expected
+
+
+def test_no_bucket_is_larger_than_one_of_torch() -> None:
+    assert bucket_limits(16 * 25 * MIB) == bucket_limits(1 << 40) == [MIB, 25 * MIB]
+    assert bucket_limits(16 * 25 * MIB - 16) == [25 * MIB - 1]
+
+
+def test_only_what_is_averaged_counts() -> None:
+    module = layers(60)
+    for layer in module[:20]:
+        layer.weight.requires_grad_(False)
+    ignored = tuple(f"{index}.weight" for index in range(40, 60))
+    assert sent(module, ignored=ignored) == [2 * MIB] * 10
+
+
+def test_own_bucket_sizes_stay() -> None:
+    assert sent(layers(20), bucket_cap_mb=5) == [5 * MIB] * 4

@@ -130,7 +130,8 @@ def test_device_seconds_by_hand() -> None:
         OPTIONS[2]: (4 + 8) * n / 2 + 50 * 540 + 2 * s + 3 * 100 * 540 + 10 * 4 * BIAS,
         OPTIONS[3]: s + 50 * 123 + s + 6 * 100 * 123,
         OPTIONS[4]: 2 * s + 36 * n / 2,
-        OPTIONS[5]: (4 + 2) * n + 2 * n + 2 * n + (2 + 4) * n,
+        # divided in place, cast, looked through twice, copied back
+        OPTIONS[5]: (4 + 4) * n + (4 + 2) * n + 2 * n + 2 * n + (2 + 4) * n,
         OPTIONS[6]: 3 * s + 24 * n,
         OPTIONS[7]: 2 * s + 20 * n + 6 * (8 * w + 156) + 10 * 4 * BIAS,
     }

@@ -281,15 +281,16 @@ def test_each_part_of_a_data_set_has_samples_of_its_own():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_all_of_it(tmp_path, workers):
-    source = Source(400, wait=0.002)
+    wait = 0.01  # long beside what a busy machine adds
+    source = Source(400, wait=wait)
     result, runs, seen = measure(source, tmp_path, workers=workers)
     synthetic, *cold, cached = runs
     assert synthetic == 0 and cached == 0 and all(reads > 0 for reads in cold) and len(cold) == 2
     assert set(seen) <= set(range(400))
     assert result.setup.num_workers == workers and result.setup.cores == 2
     assert result.costs.num_items == 400 and result.costs.batch_size == 4
-    assert result.cold.batch_seconds > 4 * 0.002 / max(1, workers) * 0.9
-    assert result.costs.latency_seconds > 0.0015
+    assert result.cold.batch_seconds > 4 * wait / max(1, workers) * 0.9
+    assert result.costs.latency_seconds > 0.75 * wait
     assert result.stalls.total_seconds == pytest.approx(result.cold.batch_seconds)
     assert result.stalls.fetch_seconds > 0.5 * (result.cold.batch_seconds - result.cached.batch_seconds)
     record = json.loads(json.dumps(result.to_dict()))

@@ -1,6 +1,6 @@
 """Steps under DDP by the size of its buckets, on one node and over links: torch's own, what plans have, half and twice that.
 
-    sudo python -m benchmarks.bucket_sizes             # about six minutes on 2 quiet cores
+    sudo python -m benchmarks.bucket_sizes             # about ten minutes on 2 quiet cores
 
 Two or four ranks train a GPT of 14 M parameters; every rank has one copy for each size, which take turns.
 """
@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import RESULTS, machine
 from benchmarks.lab import Lab, end_on_signals
 from benchmarks.lab_nodes import LabError
 from lightning_topt.cli.tasks.byte_lm import ByteGPT
-from lightning_topt.techniques.ddp_wrapper import bucket_limits, wrap_in_ddp
 
 SETTINGS: dict[str, tuple[int, int, str | None]] = {  # nodes, ranks on each, and the link between them
     "2 ranks of one node": (1, 2, None),
@@ -35,17 +35,16 @@ SETTINGS: dict[str, tuple[int, int, str | None]] = {  # nodes, ranks on each, an
     "2 nodes of 2, 1 Gb/s": (2, 2, "1gbit"),
 }
 ROUNDS, STEPS = 5, 5
-CPU = torch.device("cpu")
 
 
 class Contender:
-    """A GPT under DDP with buckets of `size` MiB; None: of the size that plans have."""
+    """A GPT under DDP with buckets of `size` MiB; None: torch's own."""
 
     def __init__(self, size: float | None) -> None:
         torch.manual_seed(0)
         module: nn.Module = ByteGPT(8, 384, 6, 128)
         arguments: dict[str, Any] = {"gradient_as_bucket_view": True, "init_sync": False}
-        self.ddp = wrap_in_ddp(module, device=CPU, arguments=arguments | ({"bucket_cap_mb": size} if size else {}))
+        self.ddp = DistributedDataParallel(module, bucket_cap_mb=size, **arguments)
         self.optimizer = torch.optim.AdamW(module.parameters(), fused=True)
 
     def step(self, tokens: Tensor) -> None:
@@ -58,8 +57,8 @@ class Contender:
 def sizes() -> dict[str, float | None]:
     """The sizes in MiB by what they are called."""
     total = sum(p.nbytes for p in ByteGPT(8, 384, 6, 128).parameters())
-    (own,) = (limit / 2**20 for limit in bucket_limits(total))
-    return {"torch's 25 MiB": 25, "an eighth": 2 * own, "a sixteenth (ours)": None, "a thirty-second": own / 2}
+    parts = {"an eighth": 8, "a sixteenth (ours)": 16, "a thirty-second": 32}
+    return {"torch's 25 MiB": None, **{name: total / part / 2**20 for name, part in parts.items()}}
 
 
 def measure() -> dict[str, list[float]]:
@@ -107,7 +106,7 @@ def report(found: dict[str, dict[str, list[float]]]) -> str:
         machine(),
         "",
         "A GPT of 14 M parameters (58 MB of gradients), 4 sequences of 128 bytes per rank, gloo, a thread per rank. Seconds of "
-        f"a step: median (range) of {ROUNDS} interleaved rounds of {STEPS} steps. Buckets of plans hold a sixteenth of all.",
+        f"a step: median (range) of {ROUNDS} interleaved rounds of {STEPS} steps. Plans on several nodes have sixteenths.",
         "",
         "| | " + " | ".join(names) + " | torch's / ours |",
         "|---" * (len(names) + 2) + "|",

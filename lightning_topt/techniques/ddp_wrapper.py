@@ -2,7 +2,8 @@
 
 [Note: buckets] DDP sends a bucket once it is full. With torch's 25 MiB a model of 15 M parameters sends nearly nothing before
 the middle of its backward pass, and a quarter of all after its end, which a slow network cannot hide. With 16 buckets it hides
-all but a sixteenth; many more cost calls that wait for one another (benchmarks/results/bucket_sizes.md).
+all but a sixteenth. Inside one node there is little to hide, and more calls wait for one another
+(benchmarks/results/bucket_sizes.md).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from lightning_topt.communication.topology import Topology
+
 _BUCKETS = 16
 _SMALLEST_BUCKET, _TORCH_BUCKET = 1 << 20, 25 << 20  # torch 2.13 `distributed.py`, `_BucketCapacityConfig`
 _BUCKET_ARGUMENTS = {"bucket_cap_mb", "bucket_cap_mb_list"}
@@ -24,10 +27,21 @@ _BUCKET_ARGUMENTS = {"bucket_cap_mb", "bucket_cap_mb_list"}
 
 def bucket_limits(gradients: int) -> list[int]:
     """Return the bytes from which a bucket of DDP is full, that of the first apart where there are two, for so many bytes of
-    gradients: a sixteenth of them, at least 1 MiB; torch's own 1 and 25 MiB where that is more.
+    gradients on these ranks: on several nodes a sixteenth of all, at least 1 MiB; torch's own 1 and 25 MiB on one node, and
+    where that is more.
     """
     size = max(gradients // _BUCKETS, _SMALLEST_BUCKET)
-    return [size] if size < _TORCH_BUCKET else [_SMALLEST_BUCKET, _TORCH_BUCKET]
+    return [size] if size < _TORCH_BUCKET and _are_on_nodes() else [_SMALLEST_BUCKET, _TORCH_BUCKET]
+
+
+def _are_on_nodes() -> bool:
+    """Whether the ranks of this run are on several nodes; False where none has begun."""
+    if not dist.is_initialized():
+        return False
+    try:
+        return Topology.from_environment(rank=dist.get_rank(), world_size=dist.get_world_size()).num_nodes > 1
+    except ValueError:  # some nodes have more ranks than others
+        return True
 
 
 def bucket_bytes(gradients: Sequence[torch.Tensor]) -> list[int]:

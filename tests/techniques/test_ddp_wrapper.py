@@ -17,7 +17,9 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two ranks on a node each."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -66,6 +68,14 @@ def test_only_what_is_averaged_counts() -> None:
         layer.weight.requires_grad_(False)
     ignored = tuple(f"{index}.weight" for index in range(40, 60))
     assert sent(module, ignored=ignored) == [2 * MIB] * 10
+
+
+def test_one_node_has_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert sent(layers(40)) == [MIB, 25 * MIB, 14 * MIB]
+    assert bucket_bytes([p.detach() for p in layers(40).parameters()]) == [MIB, 25 * MIB, 14 * MIB]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # does not divide the ranks: nodes differ
+    assert sent(layers(40))[0] == 3 * MIB
 
 
 def test_own_bucket_sizes_stay() -> None:

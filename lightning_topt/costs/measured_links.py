@@ -4,8 +4,8 @@ them hides behind computation.
 Curves are of calls back to back. In a step ranks compute before they exchange, so they come one after another, to threads that
 wait for busy cores: an all_reduce of 1.5 MiB by two ranks of two shared cores took 0.7 ms at best, on average 2.7 ms after 3 ms
 of products, 4.4 ms after 6 to 25 ms and 5.1 ms after 50 to 100 ms; by four ranks 2.3 ms at best, 11 ms after 3 ms, 14 to 17 ms
-after 10 to 50 ms. But four ranks of two cores compute faster while one of them waits: steps lost next to nothing by it. What
-`WaitTimer` measures of whole rounds does not grow with the size.
+after 10 to 50 ms. But ranks that share cores compute faster while one of them waits, so `WaitTimer` times whole rounds. What it
+measures does not grow with the size.
 """
 
 from __future__ import annotations

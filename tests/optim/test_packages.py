@@ -17,6 +17,7 @@ from lightning_topt.optim.update_rule import UnsplittableOptimizer, update_rule
 from tests.launch import run_ranks
 
 package: Any = pytest.importorskip("pytorch_optimizer")
+pytestmark = pytest.mark.usefixtures("one_thread")
 Maker = Callable[[list[nn.Parameter]], Optimizer]
 
 STEPS = 6  # SOAP only makes its state in the first; roots and bases are renewed every second

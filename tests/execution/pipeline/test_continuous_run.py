@@ -14,6 +14,8 @@ from tests.execution.pipeline.continuous_training import Case, Outcome, alone, c
 from tests.execution.pipeline.one_process import Twin
 from tests.launch import run_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def warm_up(step: int) -> float:
     return min(1.0, (step + 1) / 10) * 0.97**step

@@ -98,14 +98,13 @@ class WaitTimer:
 
         first = average([time_once(after_work, device=self.device)])[0]
         repeats = int(np.clip(self.budget_seconds / max(2 * first, 1e-6), _WAIT_PARTS, 40))
-        together, work = [0.0], [0.0]
+        in_turn, more = repeats // _WAIT_PARTS, 0.0
         for _ in range(_WAIT_PARTS):  # in turns, for a machine that changes its speed meanwhile
-            for seconds, part in ((together, after_work), (work, self.work)):
+            for sign, part in ((1, after_work), (-1, self.work)):
                 call()
-                seconds[0] += time_once(partial(_repeat, part, repeats // _WAIT_PARTS), device=self.device)
+                more += sign * time_once(partial(_repeat, part, in_turn), device=self.device)
         alone = min(time_once(call, device=self.device) for _ in range(repeats))
-        rounds = _WAIT_PARTS * (repeats // _WAIT_PARTS)
-        return {float(_WAIT_BYTES): max(average([(together[0] - work[0]) / rounds - alone])[0], 0.0)}
+        return {float(_WAIT_BYTES): max(average([more / (_WAIT_PARTS * in_turn) - alone])[0], 0.0)}
 
 
 def _repeat(call: Call, times: int) -> None:

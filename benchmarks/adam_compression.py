@@ -1,7 +1,7 @@
 """Which compression holds under AdamW? A byte-level GPT, simulated ranks, five seeds: loss against traffic.
 
-    python -m benchmarks.adam_compression --tune       # learning rates of each method on one seed, about 20 minutes on 2 cores
-    python -m benchmarks.adam_compression              # every run that has not been made; about 1 hour on 2 cores
+    python -m benchmarks.adam_compression --tune       # learning rates of each method on one seed, about 40 minutes on 2 cores
+    python -m benchmarks.adam_compression              # every run that has not been made; about 100 minutes on 2 cores
     python -m benchmarks.adam_compression --steps 24000  # longer: runs with fewer steps are made again
     python -m benchmarks.adam_compression --report     # table and figure of the runs so far
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -23,22 +22,25 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
 from benchmarks import adam_local_steps as local_steps
 from benchmarks import adam_methods as methods
+from benchmarks.adam_compression_report import report
 from benchmarks.adam_simulator import Model, Text, bits_per_byte, gradients, rate
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import RESULTS
 from benchmarks.decoupled_momentum import DeMo
 
 RUNS = RESULTS / "adam_compression.json"
-SEEDS, SEQUENCES, STEPS, TUNING_STEPS, CURVE = 5, 8, 12000, 1500, 12
-ADAM_RATES = (4e-3, 8e-3, 1.6e-2)
-SIGN_RATES = (4.8e-3, 9.6e-3, 1.92e-2)
+SEEDS, SEQUENCES, STEPS, TRIAL_STEPS, CURVE = 5, 8, 12000, 1500, 12
+TUNED_RANKS = 4
+ADAM_RATES = (2e-3, 4e-3, 8e-3)
+LOCAL_RATES = (1e-3, 2e-3, 4e-3)
+SIGN_RATES = (2.4e-3, 4.8e-3, 9.6e-3)
 
 Make = Callable[..., methods.Method]
+Job = tuple[str, str, dict[str, Any]]  # kind of result, its key, arguments of `train`
 METHODS: dict[str, Make] = {
     "dense": methods.Mean,
     "DeMo, 2 bits": partial(DeMo, density=1 / 8, bits=2),
@@ -48,6 +50,7 @@ METHODS: dict[str, Make] = {
         local_steps.FewBits, every=8, bits=4, outer_rate=0.7, outer_momentum=0.6
     ),
     "top-k 1 %": partial(methods.TopK, density=0.01),
+    "top-k 16 % / ranks, 2 bits": partial(methods.FewBitsTopK, density=0.16, bits=2),
     "DiLoCo, 50 steps": partial(local_steps.LocalSteps, every=50, outer_rate=0.7, outer_momentum=0.9),
     "sign": methods.Sign,
     "PowerSGD, rank 1": methods.PowerSGD,
@@ -101,12 +104,23 @@ def train(name: str, *, ranks: int, rates: Sequence[float], seeds: Sequence[int]
 
 def load() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = json.loads(RUNS.read_text()) if RUNS.exists() else {}
-    return {"runs": {}, "tuning": {}, **found}
+    return {"runs": {}, "tuning": {}, "trials": {}, **found}
 
 
-def best_rate(name: str) -> float:
+def is_local(name: str) -> bool:
+    """Whether ranks step on their own: the best learning rate then depends on their number."""
+    make = METHODS[name]
+    method: type[methods.Method] = make.func if isinstance(make, partial) else make  # type: ignore[assignment]
+    return method.local
+
+
+def key_of(name: str, ranks: int) -> str:
+    return f"{name}|{1 if name == 'dense' else ranks}"
+
+
+def best_rate(name: str, ranks: int) -> float:
     """The learning rate that ended lowest when it was tuned."""
-    tuned = load()["tuning"].get(name)
+    tuned = load()["tuning"].get(key_of(name, ranks if is_local(name) else TUNED_RANKS))
     if tuned is None:
         raise SystemExit(f"{name} has no learning rate: run with --tune first")
     finals = [value if value == value else float("inf") for value in tuned["curve"][-1][1]]
@@ -114,23 +128,35 @@ def best_rate(name: str) -> float:
 
 
 def rates_to_try(name: str) -> Sequence[float]:
-    """A grid of powers of two; sign updates need smaller ones."""
-    return SIGN_RATES if name.startswith("DeMo") and "sums" not in name and "Adam" not in name else ADAM_RATES
+    """A grid of powers of two; sign updates and local steps have their own."""
+    if name.startswith("DeMo") and "sums" not in name and "Adam" not in name:
+        return SIGN_RATES
+    return LOCAL_RATES if name in METHODS and is_local(name) else ADAM_RATES
 
 
-def steps_of(run: dict[str, Any] | None) -> int:
-    """Steps of a run that was made; 0 for none."""
-    return 0 if run is None else int(run["curve"][-1][0])
+def not_made(run: dict[str, Any] | None, rates: Sequence[float], steps: int) -> list[float]:
+    """The learning rates without a run of at least so many steps."""
+    made = run["rates"] if run is not None and run["curve"][-1][0] >= steps else []
+    return [rate for rate in rates if rate not in made]
 
 
-def measure(jobs: list[tuple[str, str, dict[str, Any]]], *, processes: int) -> None:
-    """Run (kind, key, arguments of `train`) in so many processes; each result is written as it comes."""
+def joined(run: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
+    """Runs of equal length as one; shorter ones are left behind."""
+    if run is None or run["curve"][-1][0] != more["curve"][-1][0]:
+        return more
+    curve = [[step, a + b] for (step, a), (_, b) in zip(run["curve"], more["curve"], strict=True)]
+    return {**more, "curve": curve, **{key: run[key] + more[key] for key in ("rates", "seeds", "seconds")}}
+
+
+def measure(jobs: list[Job], *, processes: int) -> None:
+    """Run in so many processes; each result is written as it comes."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(train, **arguments): (kind, key) for kind, key, arguments in jobs}
         for future in as_completed(futures):
             kind, key = futures[future]
             runs = load()
-            runs[kind][key] = result = future.result()
+            result = future.result()
+            runs[kind][key] = joined(runs[kind].get(key), result) if kind == "tuning" else result
             RUNS.write_text(json.dumps(runs) + "\n")
             print(
                 f"{kind} {key}: {result['curve'][-1][1]}, {result['traffic']:.3%}, {result['seconds']:.0f} s",
@@ -138,98 +164,44 @@ def measure(jobs: list[tuple[str, str, dict[str, Any]]], *, processes: int) -> N
             )
 
 
-def tuning_jobs(names: Sequence[str], *, steps: int) -> list[tuple[str, str, dict[str, Any]]]:
-    known = load()["tuning"]
-    return [
-        ("tuning", name, {"name": name, "ranks": 4, "rates": rates, "seeds": [0] * len(rates), "steps": steps})
-        for name in names
-        if steps > steps_of(known.get(name)) and (rates := rates_to_try(name))
-    ]
-
-
-def grid_jobs(names: Sequence[str], *, ranks: Sequence[int], steps: int) -> list[tuple[str, str, dict[str, Any]]]:
-    known, jobs = load()["runs"], []
-    for count in ranks:
-        for name in names:
-            key = f"{name}|{1 if name == 'dense' else count}"
-            if steps <= steps_of(known.get(key)) or any(key == job[1] for job in jobs):
-                continue
-            seeds, rates = list(range(SEEDS)), [best_rate(name)] * SEEDS
-            jobs.append(("runs", key, {"name": name, "ranks": count, "rates": rates, "seeds": seeds, "steps": steps}))
+def trial_jobs(names: Sequence[str]) -> list[Job]:
+    known, jobs = load()["trials"], []
+    for name in names:
+        key, rates = key_of(name, TUNED_RANKS), rates_to_try(name)
+        arguments = {
+            "name": name,
+            "ranks": TUNED_RANKS,
+            "rates": rates,
+            "seeds": [0] * len(rates),
+            "steps": TRIAL_STEPS,
+        }
+        if key not in known:
+            jobs.append(("trials", key, arguments))
     return jobs
 
 
-def report() -> None:
-    """Table and figure of all runs so far."""
-    found = load()
-    dense = found["runs"].get("dense|1")
-    worst_dense = max(dense["curve"][-1][1]) if dense else float("nan")
-    lines = ["# Compression under AdamW", "", machine(), "", *_introduction(found), ""]
-    lines += [
-        "| method | ranks | traffic | steps | learning rate | median | best | worst | within the dense spread |",
-        "|---" * 9 + "|",
-    ]
-    for key, run in sorted(found["runs"].items(), key=lambda item: (_ranks(item[0]), item[1]["traffic"])):
-        finals = run["curve"][-1][1]
-        held = "-" if key == "dense|1" else "yes" if statistics.median(finals) <= worst_dense else "**no**"
-        name, ranks = key.split("|")
-        lines.append(
-            f"| {name} | {'any' if key == 'dense|1' else ranks} | {run['traffic']:.2%} | {steps_of(run)} | "
-            f"{run['rates'][0]:g} | {statistics.median(finals):.4f} | {min(finals):.4f} | {max(finals):.4f} | {held} |"
-        )
-    lines += ["", "![loss against traffic](adam_compression.png)"] if found["runs"] else []
-    lines += ["", "## Learning rates, one seed", ""]
-    lines += [
-        "4 ranks; bits per byte at the end.",
-        "",
-        "| method | traffic | steps | learning rate: bits |",
-        "|---|---|---|---|",
-    ]
-    for name, run in found["tuning"].items():
-        each = ", ".join(f"{r:g}: {v:.3f}" for r, v in zip(run["rates"], run["curve"][-1][1], strict=True))
-        lines.append(f"| {name} | {run['traffic']:.2%} | {steps_of(run)} | {each} |")
-    (RESULTS / "adam_compression.md").write_text("\n".join([*lines, ""]))
-    if found["runs"]:
-        _figure(found["runs"])
-    print("\n".join(lines))
+def tuning_jobs(names: Sequence[str], *, ranks: Sequence[int], rates: Sequence[float] | None, steps: int) -> list[Job]:
+    """At all of the steps: the best rate of a short trial is too high for a long training."""
+    known, jobs = load()["tuning"], {}
+    for name in names:
+        for count in ranks if is_local(name) else [TUNED_RANKS]:
+            key = key_of(name, count)
+            if missing := not_made(known.get(key), rates or rates_to_try(name), steps):
+                seeds = [0] * len(missing)
+                arguments = {"name": name, "ranks": count, "rates": missing, "seeds": seeds, "steps": steps}
+                jobs[key] = ("tuning", key, arguments)
+    return list(jobs.values())
 
 
-def _introduction(found: dict[str, dict[str, Any]]) -> list[str]:
-    model = Model()
-    return [
-        f"A byte-level GPT of {model.numel} parameters ({model.layers} layers, hidden {model.hidden}), AdamW, "
-        f"{SEQUENCES} sequences of {model.seq_len} bytes in all per step, {SEEDS} seeds: bits per byte on "
-        "validation text. Ranks are simulated (each has its own samples and its own gradient). Traffic: bytes sent by a rank, "
-        "as a share of what float32 all-reduces in every step send. Each method at its best learning rate of those below.",
-        *([] if found["runs"] else ["", "No such run was made yet; the learning rates alone were looked for."]),
-    ]
-
-
-def _ranks(key: str) -> int:
-    return int(key.split("|")[1])
-
-
-def _figure(runs: dict[str, Any]) -> None:
-    counts = sorted({_ranks(key) for key in runs} - {1}) or [4]
-    figure, axes = plt.subplots(1, len(counts), figsize=(6 * len(counts), 5), sharey=True, squeeze=False)
-    names = list(dict.fromkeys(key.split("|")[0] for key in runs if key != "dense|1"))
-    for axis, count in zip(axes[0], counts, strict=True):
-        if "dense|1" in runs:
-            finals = runs["dense|1"]["curve"][-1][1]
-            axis.axhspan(min(finals), max(finals), color="0.85", label="dense")
-        for number, name in enumerate(names):
-            run = runs.get(f"{name}|{count}")
-            if run:
-                finals = run["curve"][-1][1]
-                middle = statistics.median(finals)
-                error = [[middle - min(finals)], [max(finals) - middle]]
-                style = {"color": f"C{number % 10}", "marker": "os^v"[number // 10], "label": name}
-                axis.errorbar(run["traffic"], middle, yerr=error, linestyle="", **style)
-        axis.axvline(0.03, color="0.6", linestyle=":")
-        axis.set(xscale="log", title=f"{count} ranks", xlabel="traffic / dense", ylabel="bits per byte")
-    axes[0][-1].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(RESULTS / "adam_compression.png", dpi=110)
+def grid_jobs(names: Sequence[str], *, ranks: Sequence[int], steps: int) -> list[Job]:
+    known, jobs = load()["runs"], {}
+    for count in ranks:
+        for name in names:
+            key, rates = key_of(name, count), [best_rate(name, count)] * SEEDS
+            if not_made(known.get(key), rates, steps):
+                arguments = {"name": name, "ranks": count, "rates": rates, "seeds": list(range(SEEDS)), "steps": steps}
+                jobs[key] = ("runs", key, arguments)
+    return list(jobs.values())
 
 
 def main() -> None:
@@ -238,19 +210,23 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=every, default=None)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 2, 8])
     parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--rates", nargs="+", type=float, default=None, help="more of them, with --tune")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--trial", action="store_true", help="short runs of one seed")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
-    if options.tune:
-        measure(
-            tuning_jobs(options.methods or list(every), steps=options.steps or TUNING_STEPS),
-            processes=options.processes,
-        )
-    elif not options.report:
-        jobs = grid_jobs(options.methods or list(METHODS), ranks=options.ranks, steps=options.steps or STEPS)
+    steps = options.steps or STEPS
+    if options.trial:
+        measure(trial_jobs(options.methods or list(every)), processes=options.processes)
+    elif options.tune:
+        names = options.methods or list(METHODS)
+        jobs = tuning_jobs(names, ranks=options.ranks, rates=options.rates, steps=steps)
         measure(jobs, processes=options.processes)
-    report()
+    elif not options.report:
+        jobs = grid_jobs(options.methods or list(METHODS), ranks=options.ranks, steps=steps)
+        measure(jobs, processes=options.processes)
+    report(load())
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.adam_simulator import AdamW, Model
+from lightning_topt.communication.level_message import LevelMessage
 from lightning_topt.communication.levels import GROUP, LevelFormat
 from lightning_topt.communication.methods.power_sgd.factors import orthonormal
 from lightning_topt.communication.selection.chunk_top_k import Chunks, take_chunk_top_k
@@ -126,6 +127,29 @@ class TopK(Mean):
         share = chunks.k // (self.setting.runs * self.ranks)
         self.ring(self.ranks * MessageFormat(self.numel, min(share, self.numel), self.dtype).nbytes, passes=1)
         values = chosen.values.to(self.dtype).float()
+        residual.view(-1).index_add_(0, chosen.indices, chosen.values - values)
+        sent = torch.zeros(added.numel())
+        sent[chosen.indices.long()] = values
+        return sent.view(added.shape)
+
+
+class FewBitsTopK(TopK):
+    """The largest entries, each in `bits`; what rounding takes away stays in the residual.
+
+    `density` is that of all ranks together, so that traffic hardly depends on their number.
+    """
+
+    def __init__(self, setting: Setting, start: Tensor, *, density: float, bits: int) -> None:
+        super().__init__(setting, start, density=density / setting.ranks)
+        self.bits = bits
+
+    def sparse(self, added: Tensor, residual: Tensor, *, density: float, decay: float) -> Tensor:
+        chunks = Chunks.of_density(added.numel(), chunk=self.chunk, density=density)
+        chosen = take_chunk_top_k(added.reshape(-1), residual.view(-1), chunks, decay=decay)
+        k = min(self.numel, chunks.k // (self.setting.runs * self.ranks))
+        form = LevelMessage(self.numel, (k,), self.bits)
+        self.ring(self.ranks * form.nbytes, passes=1)
+        values = torch.cat([form.round(values) for values in chosen.values.split(k)])
         residual.view(-1).index_add_(0, chosen.indices, chosen.values - values)
         sent = torch.zeros(added.numel())
         sent[chosen.indices.long()] = values

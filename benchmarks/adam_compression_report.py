@@ -1,0 +1,94 @@
+"""The tables and the figure of `benchmarks.adam_compression`, from what it measured."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmarks.adam_simulator import Model
+from benchmarks.common import RESULTS, machine
+
+
+def report(found: dict[str, dict[str, Any]]) -> None:
+    """Write tables and figure of all runs so far."""
+    lines = ["# Compression under AdamW", "", machine(), "", _introduction(), ""]
+    if found["runs"]:
+        lines += [*_runs(found), "", "![loss against traffic](adam_compression.png)", ""]
+        _figure(found["runs"])
+    for kind, title in (("tuning", "Learning rates"), ("trials", "Short trials")):
+        lines += [f"## {title}, one seed", "", *_rates(found[kind]), ""]
+    (RESULTS / "adam_compression.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+def _introduction() -> str:
+    model = Model()
+    return (
+        f"A byte-level GPT of {model.numel} parameters ({model.layers} layers, hidden {model.hidden}), AdamW, 8 sequences of "
+        f"{model.seq_len} bytes in all per step, 5 seeds: bits per byte on validation text. Ranks are simulated (each has "
+        "its own samples and its own gradient). Traffic: bytes sent by a rank, as a share of what float32 all-reduces in every "
+        "step send. Each method at its best learning rate of those below, after equally many steps; a star: of short trials."
+    )
+
+
+def _runs(found: dict[str, dict[str, Any]]) -> list[str]:
+    lines = [
+        "| method | ranks | traffic | steps | learning rate | median | best | worst | within the dense spread |",
+        "|---" * 9 + "|",
+    ]
+    dense = found["runs"].get("dense|1")
+    worst_dense = max(dense["curve"][-1][1]) if dense else float("nan")
+    tuned = {(key.split("|")[0], rate) for key, run in found["tuning"].items() for rate in run["rates"]}
+    for key, run in sorted(found["runs"].items(), key=lambda item: (_ranks(item[0]), item[1]["traffic"])):
+        steps, finals = run["curve"][-1]
+        name, rate = key.split("|")[0], run["rates"][0]
+        held = "-" if name == "dense" else "yes" if statistics.median(finals) <= worst_dense else "**no**"
+        star = "" if (name, rate) in tuned else "*"
+        lines.append(
+            f"| {name} | {_shown_ranks(key)} | {run['traffic']:.2%} | {steps} | {rate:g}{star} | "
+            f"{statistics.median(finals):.4f} | {min(finals):.4f} | {max(finals):.4f} | {held} |"
+        )
+    return lines
+
+
+def _rates(tuned: dict[str, Any]) -> list[str]:
+    """A row for each method and number of ranks."""
+    lines = ["| method | ranks | traffic | steps | learning rate: bits |", "|---|---|---|---|---|"]
+    for key, run in tuned.items():
+        steps, finals = run["curve"][-1]
+        each = ", ".join(f"{r:g}: {v:.3f}" for r, v in sorted(zip(run["rates"], finals, strict=True)))
+        lines.append(f"| {key.split('|')[0]} | {_shown_ranks(key)} | {run['traffic']:.2%} | {steps} | {each} |")
+    return lines
+
+
+def _shown_ranks(key: str) -> str:
+    return "any" if _ranks(key) == 1 else str(_ranks(key))
+
+
+def _ranks(key: str) -> int:
+    return int(key.split("|")[1])
+
+
+def _figure(runs: dict[str, Any]) -> None:
+    counts = sorted({_ranks(key) for key in runs} - {1}) or [4]
+    figure, axes = plt.subplots(1, len(counts), figsize=(6 * len(counts), 5), sharey=True, squeeze=False)
+    names = list(dict.fromkeys(key.split("|")[0] for key in runs if key != "dense|1"))
+    for axis, count in zip(axes[0], counts, strict=True):
+        if "dense|1" in runs:
+            finals = runs["dense|1"]["curve"][-1][1]
+            axis.axhspan(min(finals), max(finals), color="0.85", label="dense")
+        for number, name in enumerate(names):
+            run = runs.get(f"{name}|{count}")
+            if run:
+                finals = run["curve"][-1][1]
+                middle = statistics.median(finals)
+                error = [[middle - min(finals)], [max(finals) - middle]]
+                style = {"color": f"C{number % 10}", "marker": "os^v"[number // 10], "label": name}
+                axis.errorbar(run["traffic"], middle, yerr=error, linestyle="", **style)
+        axis.axvline(0.03, color="0.6", linestyle=":")
+        axis.set(xscale="log", title=f"{count} ranks", xlabel="traffic / dense", ylabel="bits per byte")
+    axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "adam_compression.png", dpi=110)

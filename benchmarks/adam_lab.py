@@ -47,6 +47,7 @@ METHODS: dict[str, Contender] = {
     "PowerSGD, rank 4": Contender({"method": "powersgd", "rank": 4}),
     "PowerSGD, rank 16": Contender({"method": "powersgd", "rank": 16}),
     "top-k 1 %": Contender({"method": "topk", "density": 0.01}),
+    "top-k 8 %, 2 bits": Contender({"method": "topk", "density": None, "bits": 2}),
     "sign": Contender({"method": "sign"}),
     "DiLoCo, 50 steps": Contender({"method": "local_steps", "every": 50}, timed=53),
     "DeMo 1 %, 2 bits": Contender({"method": "demo"}),

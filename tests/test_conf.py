@@ -128,6 +128,7 @@ def test_values_that_yaml_repeats_are_the_constructors():
         ("powersgd", PowerSGD()),
         ("sign", Sign()),
         ("topk_bf16", TopK(value_dtype="bfloat16")),
+        ("topk_few_bits", TopK(density=None, bits=2)),
         ("topk_hierarchical", TopK(hierarchical=True)),
         ("diloco", LocalSteps()),
         ("demo", DeMo()),

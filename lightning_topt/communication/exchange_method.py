@@ -54,7 +54,6 @@ class GradientMethod(ExchangeMethod):
 
     is_exact: ClassVar[bool] = False  # all of a gradient arrives in its step: training is that of whole gradients
     process_bytes: ClassVar[int] = 0  # beside tensors on CPUs, for compiled kernels
-    holds_under_adam: ClassVar[bool] = True  # False: measured to end worse than with whole gradients
     gives_signs: ClassVar[bool] = False  # in place of the mean: the size of a step is the learning rate's alone
 
     # ---- the exchange ---------------------------------------------------------------------------------------------
@@ -88,6 +87,15 @@ class GradientMethod(ExchangeMethod):
     def choices(self, topology: Topology) -> tuple[Self, ...]:
         """Return the method with everything decided that it leaves open on these ranks; () where it cannot run on them."""
         return (self,)
+
+    def on(self, topology: Topology) -> Self:
+        """Return the method with the numbers that depend on how many ranks there are."""
+        return self
+
+    @property
+    def holds_under_adam(self) -> bool:
+        """Whether training with Adam or its kin ends where it does with whole gradients; False: measured to end worse."""
+        return True
 
     def check_in_plan(self) -> None:
         """Raise ValueError where the options say more than a plan fixes."""

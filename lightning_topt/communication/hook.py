@@ -72,10 +72,10 @@ class CompressedExchange:
         given = ExchangeSettings(nonfinite, timeout_seconds, debug)
         # Nobody waits for a lost rank longer than the run allows its collective calls.
         self.settings = ExchangeSettings(nonfinite, within_limit(given.timeout_seconds), debug)
-        self.method = method
         self.device = device or torch.device("cpu")
         self.topology = topology or Topology.from_environment(rank=rank, world_size=world_size)
         self.topology.check(world_size)
+        self.method = method.on(self.topology)
         self.slices, self._merge = slices, merge
         self.loss_scale = 1.0
         self._name = f"lightning_topt/exchange/{next(_made)}/{self.topology.part}"

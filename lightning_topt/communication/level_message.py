@@ -63,8 +63,8 @@ class LevelMessage:
         return torch.cat([form.round(values[of_values]) for of_values, _, form in self.parts])
 
     def pack(self, values: Tensor, indices: Tensor, *, out: Tensor) -> None:
-        """Write `values` (k,), not rounded yet, at ascending `indices` (k,) into `out`, uint8, at least (nbytes,)."""
-        self.form.pack(self.form.round(values), indices, out=out)
+        """Write `values` (k,), rounded by this, at ascending `indices` (k,) into `out`, uint8, at least (nbytes,)."""
+        self.form.pack(values, indices, out=out)
         for of_values, of_bytes, form in self.parts:
             form.encode(values[of_values], out=out[of_bytes])
 
@@ -75,7 +75,18 @@ class LevelMessage:
     def unpack(self, message: Tensor) -> Unpacked:
         """Read a message, uint8, at least (nbytes,), 4-byte aligned."""
         found = self.form.unpack(message)
-        if not self.parts or not found.finite:
-            return found
-        values = torch.cat([form.decode(message[of_bytes]) for _, of_bytes, form in self.parts])
-        return Unpacked(True, values, found.indices)
+        return Unpacked(True, self.values(message), found.indices) if self.parts and found.finite else found
+
+    def values(self, message: Tensor) -> Tensor:
+        """Read the values (k,) of a message, as float32."""
+        if not self.parts:
+            return self.form.values(message)
+        return torch.cat([form.decode(message[of_bytes]) for _, of_bytes, form in self.parts])
+
+
+def message_of_share(
+    numel: int, *, compressible: float, density: float, value_dtype: torch.dtype, bits: int | None = None
+) -> MessageFormat | LevelMessage:
+    """Return the message about `numel` elements that has the share `density` of the `compressible` ones, in `bits` each."""
+    k = max(1, round(density * compressible)) if compressible else 0
+    return MessageFormat(numel, k, value_dtype) if bits is None else LevelMessage(numel, (k,), bits)

@@ -49,19 +49,23 @@ class BucketResidual:
             self.residual.zero_()
         self.spent, self.sent = False, None
 
-    def select(self, gradient: Tensor, k: int, *, scale: float, rounding: Callable[[Tensor], Tensor]) -> Selection:
-        """Add ``scale * gradient`` (stop - start,), take the `k` largest out, rounded as they are sent.
+    def select(self, gradient: Tensor, k: int, *, scale: float) -> Selection:
+        """Add ``scale * gradient`` (stop - start,) and take the `k` largest out: float32 values, indices ascending.
 
-        Values come back as `rounding` gives them, indices ascending. Raises NonFiniteError, the residual as before.
+        Raises NonFiniteError, the residual as before.
         """
         chosen = self._choose(gradient, k, scale=scale)
-        values = rounding(chosen.values)
         if self.rule.error_feedback:
-            assert self.residual is not None
-            if values.dtype != torch.float32:
-                self.residual.index_add_(0, chosen.indices, chosen.values - values.float())
-            self.sent = Selection(values, chosen.indices)
-        return Selection(values, chosen.indices)
+            self.sent = chosen
+        return chosen
+
+    def hold_back_rounding(self, arrived: Tensor) -> None:
+        """Add to the residual what the entries of `select` lost on their way, where `arrived` (k,), float32, of them."""
+        if self.rule.error_feedback:
+            assert self.residual is not None and self.sent is not None
+            values, indices = self.sent
+            self.residual.index_add_(0, indices, values - arrived)
+            self.sent = Selection(arrived, indices)
 
     def _choose(self, gradient: Tensor, k: int, *, scale: float) -> Selection:
         rule = self.rule
@@ -124,7 +128,7 @@ class BucketResidual:
     def put_back(self) -> None:
         """Hold back again what the last step sent, which was thrown away (a velocity that was masked stays zero)."""
         if self.sent is not None and self.residual is not None:
-            self.residual.index_add_(0, self.sent.indices, self.sent.values.float())
+            self.residual.index_add_(0, self.sent.indices, self.sent.values)
         self.spent, self.sent = False, None
 
     def pending(self) -> Tensor | None:

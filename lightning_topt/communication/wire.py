@@ -80,13 +80,13 @@ class MessageFormat:
         return values if self.value_dtype is None else values.to(self.value_dtype)
 
     def pack(self, values: Tensor, indices: Tensor, *, out: Tensor) -> None:
-        """Write rounded `values` (k,) at ascending `indices` (k,) into `out`, uint8, at least (nbytes,)."""
+        """Write `values` (k,), rounded by this, at ascending `indices` (k,) into `out`, uint8, at least (nbytes,)."""
         low, upper, end = self.cuts
         out[:HEADER_BYTES].zero_()
         if not self.k:
             return
         if self.value_dtype is not None:
-            out[HEADER_BYTES:low].view(self.value_dtype)[: self.k].copy_(values)
+            out[HEADER_BYTES:low].view(self.value_dtype)[: self.k].copy_(self.round(values))
         if self.low_bits == INT32:
             out[low:upper].view(torch.int32).copy_(indices)
             return
@@ -105,15 +105,19 @@ class MessageFormat:
         out[: self.nbytes].zero_()
         out[0] = 1
 
+    def values(self, message: Tensor) -> Tensor:
+        """Read the values (k,) of a message, as float32; none where they travel in another form."""
+        if self.value_dtype is None:
+            return torch.empty(0, device=message.device)
+        return message[HEADER_BYTES : self.cuts[0]].view(self.value_dtype)[: self.k].float()
+
     def unpack(self, message: Tensor) -> Unpacked:
         """Read a message, uint8, at least (nbytes,), 4-byte aligned."""
         low, upper, end = self.cuts
         if not self.k or message[0]:
             empty = torch.empty(0, device=message.device)
             return Unpacked(not message[0], empty, empty.long())
-        values = torch.empty(0, device=message.device)
-        if self.value_dtype is not None:
-            values = message[HEADER_BYTES:low].view(self.value_dtype)[: self.k].float()
+        values = self.values(message)
         if self.low_bits == INT32:
             return Unpacked(True, values, message[low:upper].view(torch.int32).long())
         positions = _set_bits(message[upper:end], self.k)
@@ -123,12 +127,6 @@ class MessageFormat:
         lows = message[low:upper].view(dtype)[: self.k].long().bitwise_and_((1 << self.low_bits) - 1)
         positions.sub_(torch.arange(self.k, device=message.device))
         return Unpacked(True, values, positions.bitwise_left_shift_(self.low_bits).bitwise_or_(lows))
-
-
-def message_of_share(numel: int, *, compressible: float, density: float, value_dtype: torch.dtype) -> MessageFormat:
-    """Return the message about `numel` elements that has the share `density` of the `compressible` ones."""
-    k = max(1, round(density * compressible)) if compressible else 0
-    return MessageFormat(numel, k, value_dtype)
 
 
 def _pack_bits(bits: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.planning import optimizers_of
 
 Allow = bool | str | Mapping[str, Any] | ExchangeMethod | Sequence[str | Mapping[str, Any] | ExchangeMethod]
-DEFAULT_CANDIDATES = (TopK(), BF16())
+DEFAULT_CANDIDATES = (TopK(), TopK(density=None, bits=2), BF16())
 # Options of Adam and its kin, Adafactor, Adagrad, Adadelta, RMSprop.
 _ADAPTIVE = {"betas", "beta2_decay", "initial_accumulator_value", "rho", "centered"}
 

@@ -14,6 +14,7 @@ from lightning_topt.communication import GradientMethod, TopK
 from lightning_topt.communication.hook import CompressedExchange
 from lightning_topt.communication.node.node_exchange import shard_bounds
 from lightning_topt.communication.topology import Topology
+from tests.communication.few_bits import in_few_bits
 
 
 def make_model(seed: int = 0) -> nn.Module:
@@ -125,6 +126,9 @@ class Simulation:
             else:
                 velocity[taken] = 0
             sent[taken] = residual[taken]
+            if self.options.bits is not None and not self.options.is_dense_step(step):
+                taken = taken.sort().values
+                sent[taken] = torch.tensor(in_few_bits(residual[taken].tolist(), self.options.bits, 64)).double()
         residual = (residual - sent) * self.options.error_feedback
         for kind, flat in (("residual", residual), ("velocity", velocity)):
             self.kept |= {(kind, holder, n): part for n, part in zip(names, flat.split(numels), strict=True)}

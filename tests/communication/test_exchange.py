@@ -32,6 +32,7 @@ def against_simulation(rank: int, options: TopK, shape: tuple[int, int], hierarc
     topology = Topology(*shape, rank)
     ddp, exchange = wrap(options, topology=topology)
     exempt = set(exempt_names(ddp.module, options.exempt))
+    options = options.on(topology)
     simulation = Simulation(options, topology, hierarchical=hierarchical, exempt=exempt)
     parameters = {name: tensor.clone() for name, tensor in ddp.module.state_dict().items()}
     for steps in (range(3), range(3, 6)):
@@ -67,6 +68,8 @@ def against_simulation(rank: int, options: TopK, shape: tuple[int, int], hierarc
         {"density": 0.1, "error_feedback": False, "exempt": ()},
         {"density": 0.05, "selection": "torch", "momentum": 0.9},
         {"density": 1.0, "exempt": ()},
+        {"density": None, "bits": 2},
+        {"density": 0.1, "bits": 8, "exempt": (), "warmup_steps": 3},
     ],
     ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,8 +90,8 @@ def test_nonfinite_skips(shape, momentum, exempt_is_bad):
     run_ranks(skips, shape[0] * shape[1], shape, momentum, exempt_is_bad)
 
 
-def put_back(rank: int, value_dtype: str) -> None:
-    ddp, exchange = wrap(TopK(density=0.05, value_dtype=value_dtype))
+def put_back(rank: int, values: dict[str, Any]) -> None:
+    ddp, exchange = wrap(TopK(density=0.05, **values))
     list(train(ddp, rank=rank, steps=range(3)))
     before = residuals(exchange)
     ddp.zero_grad()
@@ -106,14 +108,14 @@ def put_back(rank: int, value_dtype: str) -> None:
     exchange.close()
 
 
-@pytest.mark.parametrize("value_dtype", ["float32", "float16"])
-def test_step_skipped_puts_back(value_dtype):
-    run_ranks(put_back, 2, value_dtype)
+@pytest.mark.parametrize("values", [{}, {"value_dtype": "float16"}, {"bits": 2}])
+def test_step_skipped_puts_back(values):
+    run_ranks(put_back, 2, values)
 
 
-def nothing_lost(rank: int, value_dtype: str) -> None:
+def nothing_lost(rank: int, values: dict[str, Any]) -> None:
     """What is applied and what is held back add up to all gradients, also where values are rounded."""
-    ddp, exchange = wrap(TopK(density=0.03, value_dtype=value_dtype))
+    ddp, exchange = wrap(TopK(density=0.03, **values))
     total: dict[str, Tensor] = {}
     applied: dict[str, Tensor] = {}
     plain = make_model()
@@ -135,9 +137,11 @@ def nothing_lost(rank: int, value_dtype: str) -> None:
     exchange.close()
 
 
-@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
-def test_nothing_is_lost(value_dtype):
-    run_ranks(nothing_lost, 2, value_dtype)
+@pytest.mark.parametrize(
+    "values", [{}, {"value_dtype": "bfloat16"}, {"value_dtype": "float16"}, {"bits": 2}, {"bits": 1}]
+)
+def test_nothing_is_lost(values):
+    run_ranks(nothing_lost, 2, values)
 
 
 def scaled(rank: int, shape: tuple[int, int]) -> None:

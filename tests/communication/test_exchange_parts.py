@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,6 +185,8 @@ def test_topology():
         ({"method": "zip"}, "method is one of .*dense, bf16"),
         ({"method": ["topk"]}, "method is one of .*dense, bf16"),
         ({"value_dtype": "int8"}, "value_dtype is one of"),
+        ({"bits": 3}, "bits is one of 1, 2, 4, 8"),
+        ({"bits": 2, "value_dtype": "bfloat16"}, "in bits=2 or as bfloat16"),
         ({"momentum": 1.0}, "momentum is at least 0"),
         ({"momentum": 0.9, "error_feedback": False}, "needs error_feedback"),
         ({"dense_steps": 0}, "dense_steps is at least 1"),
@@ -204,6 +207,19 @@ def test_density_warms_up():
     assert TopK(exempt=["bias"]).exempt == ("bias",)
     with pytest.raises(ValueError, match="positive bandwidth"):
         LinkCosts(0.0, 0.0)
+
+
+def test_density_of_all_together():
+    """What each sends depends on how many do: ranks, or nodes where gradients are summed inside them."""
+    method = TopK(density=None, bits=2)
+    assert [method.on(Topology(nodes, 2, 0)).density for nodes in (1, 2, 4)] == pytest.approx([0.08, 0.08, 0.04])
+    assert replace(method, hierarchical=False).on(Topology(2, 2, 0)).density == pytest.approx(0.04)
+    assert TopK(density=0.5).on(Topology(2, 2, 0)) == TopK(density=0.5)
+    assert read_method(method.as_mapping()) == method
+    assert [TopK(density=d).holds_under_adam for d in (None, 0.2, 0.01)] == [True, True, False]
+    assert method.density_at(0) == 1
+    with pytest.raises(ValueError, match="depends on the number of ranks"):
+        method.density_at(1)
 
 
 def test_exempt_names():

@@ -7,32 +7,7 @@ import torch
 
 from lightning_topt.communication.level_message import LevelMessage
 from lightning_topt.communication.levels import BITS, LevelFormat
-
-
-def _bf16(value):
-    return float(torch.tensor(value, dtype=torch.float32).bfloat16())
-
-
-def _twin(values, bits, group):
-    """Group by group, number by number."""
-    result = []
-    for start in range(0, len(values), group):
-        part = values[start : start + group]
-        mean = sum(map(abs, part)) / len(part)
-        low = [abs(v) for v in part if abs(v) <= mean]
-        high = [abs(v) for v in part if abs(v) > mean]
-        for v in part:
-            sign = -1 if v < 0 else 1
-            if bits == 1:
-                result.append(sign * _bf16(mean))
-            elif bits == 2:
-                members = high if abs(v) > mean else low
-                result.append(sign * _bf16(sum(members) / len(members)))
-            else:
-                half = 2 ** (bits - 1) - 1
-                step = _bf16(max(map(abs, part)) / half)
-                result.append(max(-half, min(half, round(v / step))) * step if step else 0.0)
-    return result
+from tests.communication.few_bits import in_few_bits
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -43,7 +18,7 @@ def test_arrives_as_the_definition_says(bits, numel, group):
     form = LevelFormat(numel, bits, group)
     message = torch.full((form.nbytes,), 255, dtype=torch.uint8)
     form.encode(values, out=message)
-    found, expected = form.decode(message), torch.tensor(_twin(values.tolist(), bits, group))
+    found, expected = form.decode(message), torch.tensor(in_few_bits(values.tolist(), bits, group))
     torch.testing.assert_close(
         found, expected, rtol=1e-2, atol=0
     )  # a sum in another order may round to the next bfloat16

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_topt.communication import BF16, Dense, GradientMethod, PowerSGD, Sign, TopK
 from lightning_topt.communication.exempt import exempt_names
 from lightning_topt.communication.hook import CompressedExchange
+from lightning_topt.communication.level_message import LevelMessage
 from lightning_topt.communication.topology import Topology
 from lightning_topt.communication.wire import MessageFormat
 from lightning_topt.costs.cluster import Cluster, Device, Link
@@ -44,6 +45,8 @@ OPTIONS = [
     BF16(),
     PowerSGD(rank=3),
     Sign(),
+    replace(BASE, hierarchical=False, density=None, bits=2),
+    replace(BASE, hierarchical=True, density=None, bits=4),
 ]
 
 
@@ -84,6 +87,12 @@ def world_ring(size: float, *, passes: int = 1) -> float:
     return passes * ring_pass([size] * 6, [WORLD] * 6)
 
 
+def message_of(options: TopK, numel: int, k: int) -> MessageFormat | LevelMessage:
+    if options.bits is not None:
+        return LevelMessage(numel, (k,), options.bits)
+    return MessageFormat(numel, k, getattr(torch, options.value_dtype))
+
+
 def seconds_by_hand(options: GradientMethod) -> float:
     """Network seconds of `one_block` on 3 nodes x 2 ranks."""
     exempt = 4 * BIAS if options.exempt_rules and options.name != "powersgd" else 0
@@ -101,11 +110,11 @@ def seconds_by_hand(options: GradientMethod) -> float:
         return in_node + 2 * ring_pass([total / 2 / 3] * 3, [INTER] * 3) + in_node
     entries = WEIGHT + BIAS - exempt // 4
     assert isinstance(options, TopK)
+    density = options.density or 0.16 / (3 if options.hierarchical else 6)
     if not options.hierarchical:
-        form = MessageFormat(WEIGHT + BIAS, round(options.density * entries), getattr(torch, options.value_dtype))
+        form = message_of(options, WEIGHT + BIAS, round(density * entries))
         return world_ring(form.nbytes) + small - (5 * WORLD.latency_seconds if exempt else 0)
-    k = round(options.density * entries / 2)
-    form = MessageFormat((WEIGHT + BIAS) // 2, k, getattr(torch, options.value_dtype))
+    form = message_of(options, (WEIGHT + BIAS) // 2, round(density * entries / 2))
     back = total if 6 * form.nbytes > total else 6 * form.nbytes
     across = ring_pass([form.nbytes] * 3, [INTER] * 3)
     return max(in_node, small) + across + ring_pass([back / 2] * 2, [INTRA] * 2)

@@ -19,7 +19,8 @@ NO_COUNT: list[Any] = [0, -1, 1.5, 2.0, NAN, True, "2", [2]]
 NO_NUMBER: list[Any] = [NAN, INF, -INF, "0.5", True, [0.5], None]
 NO_FLAG: list[Any] = [1, 0, "yes", "false", 0.0, []]
 EXCHANGE: dict[str, list[Any]] = {
-    "density": [0, -0.1, 1.1, *NO_NUMBER],
+    "density": [0, -0.1, 1.1, *NO_NUMBER[:-1]],
+    "bits": [3, 16, True, "2", [2]],
     "hierarchical": NO_FLAG,
     "selection": ["quick", None, 1],
     "value_dtype": ["int8", None, 32],

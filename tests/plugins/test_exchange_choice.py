@@ -84,18 +84,20 @@ def test_forms_of_the_permission(allow, candidates, methods):
 @pytest.mark.parametrize(
     ("optimizer", "held"),
     [
-        (torch.optim.AdamW, (BF16(),)),
-        (torch.optim.Adafactor, (BF16(),)),
-        (torch.optim.Adagrad, (BF16(),)),
-        (partial(torch.optim.SGD, momentum=0.9), (TopK(), BF16())),
+        (torch.optim.AdamW, DEFAULT_CANDIDATES[1:]),
+        (torch.optim.Adafactor, DEFAULT_CANDIDATES[1:]),
+        (torch.optim.Adagrad, DEFAULT_CANDIDATES[1:]),
+        (partial(torch.optim.SGD, momentum=0.9), DEFAULT_CANDIDATES),
     ],
 )
 def test_what_holds_depends_on_the_optimizer(optimizer, held, monkeypatch):
     said = []
     monkeypatch.setattr(allowed_exchanges, "rank_zero_info", said.append)
     made = [optimizer([torch.nn.Parameter(torch.zeros(3))], lr=0.1)]
-    assert tuple(allowed_exchanges.what_holds((TopK(), BF16()), made)) == held
-    assert ["top-k 1 % was not searched" in text and "['topk']" in text for text in said] == [True] * (len(held) == 1)
+    assert tuple(allowed_exchanges.what_holds(DEFAULT_CANDIDATES, made)) == held
+    assert ["top-k 1 % was not searched" in text and "['topk']" in text for text in said] == [True] * (
+        held != DEFAULT_CANDIDATES
+    )
 
 
 def test_a_plan_cannot_have_signs_for_gradients():

@@ -138,7 +138,7 @@ class LossyBuckets(BucketExchange):
         entry.residual = torch.zeros(gradient.numel()) if entry.residual is None else entry.residual.cpu()
         if k:
             self._settle(index)
-            return entry.select(gradient, k, scale=weight, rounding=lambda values: values), entry.residual
+            return entry.select(gradient, k, scale=weight), entry.residual
         delivered = self._delivered.pop(index, None)
         if delivered is None:
             entry.residual.add_(gradient, alpha=weight)

@@ -9,10 +9,14 @@ from torch import Tensor
 
 from lightning_topt.communication.bucket import Bucket, BucketExchange, ExemptMean
 from lightning_topt.communication.exchange_context import ExchangeContext
+from lightning_topt.communication.level_message import LevelMessage, message_of_share
+from lightning_topt.communication.levels import warm_up_levels
 from lightning_topt.communication.methods.top_k.top_k_options import TopKOptions
 from lightning_topt.communication.residual import BucketResidual, FeedbackRule, ResidualStore, State
 from lightning_topt.communication.selection import NonFiniteError, warm_up
-from lightning_topt.communication.wire import MessageFormat, message_of_share
+from lightning_topt.communication.wire import MessageFormat
+
+Form = MessageFormat | LevelMessage
 
 
 class FeedbackExchange(BucketExchange):
@@ -24,13 +28,14 @@ class FeedbackExchange(BucketExchange):
         self.store = ResidualStore(FeedbackRule(options.error_feedback, options.momentum, options.selection))
         self.value_dtype: torch.dtype = getattr(torch, options.value_dtype)
 
-    def message_format(self, bucket: Bucket, *, start: int, stop: int) -> MessageFormat:
+    def message_format(self, bucket: Bucket, *, start: int, stop: int) -> Form:
         """Return the message for elements `start` to `stop`: the share `density` of those that are not exempt, at least one."""
         return message_of_share(
             stop - start,
             compressible=bucket.layout.compressible(start, stop),
             density=self.options.density_at(bucket.step),
             value_dtype=self.value_dtype,
+            bits=self.options.bits,
         )
 
     @abstractmethod
@@ -48,18 +53,20 @@ class FeedbackExchange(BucketExchange):
         return self.options.link is not None and self.dense_seconds(bucket) <= self.sparse_seconds(bucket)
 
     def select_into(
-        self, message: Tensor, gradient: Tensor, *, entry: BucketResidual, form: MessageFormat, scale: float
+        self, message: Tensor, gradient: Tensor, *, entry: BucketResidual, form: Form, scale: float
     ) -> None:
         """Select from ``scale * gradient`` and what is held back, and write the message; it says so where not finite."""
         if not form.k:
             form.pack(gradient[:0], gradient[:0].long(), out=message)
             return
         try:
-            chosen = entry.select(gradient, form.k, scale=scale, rounding=form.round)
+            chosen = entry.select(gradient, form.k, scale=scale)
         except NonFiniteError:
             form.pack_nonfinite(out=message)
         else:
             form.pack(chosen.values, chosen.indices, out=message)
+            if self.value_dtype != torch.float32 or self.options.bits is not None:
+                entry.hold_back_rounding(form.values(message))
 
     def finish(self, bucket: Bucket, *, entry: BucketResidual, exempt: ExemptMean | None) -> Tensor:
         """Add the exempt parameters, the last thing in a bucket. Raises `NonFiniteGradient`."""
@@ -71,6 +78,8 @@ class FeedbackExchange(BucketExchange):
         """Compile the selection."""
         if self.device.type == "cpu":
             warm_up()
+            if self.options.bits is not None:
+                warm_up_levels(self.options.bits)
 
     def put_back(self) -> None:
         """Put back into the residual what the last step sent."""
@@ -109,7 +118,7 @@ class ScatterMean:
         self.total = buffer if buffer.dtype == torch.float32 else torch.empty(buffer.shape, device=buffer.device)
         self.total.zero_()
 
-    def add(self, message: Tensor, *, form: MessageFormat, start: int = 0) -> None:
+    def add(self, message: Tensor, *, form: Form, start: int = 0) -> None:
         """Add one message about the elements from `start`."""
         _, values, indices = form.unpack(message)
         self.total[start : start + form.numel].index_add_(0, indices, values.mul_(self.scale))

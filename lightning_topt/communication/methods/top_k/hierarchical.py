@@ -16,12 +16,11 @@ from torch import Tensor
 from lightning_topt.communication.bucket import Bucket, ExemptMean, NonFiniteGradient, Stages, is_finite, together
 from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.exchange_context import ExchangeContext, make_node_exchange
-from lightning_topt.communication.methods.top_k.feedback import FeedbackExchange, ScatterMean
+from lightning_topt.communication.methods.top_k.feedback import FeedbackExchange, Form, ScatterMean
 from lightning_topt.communication.methods.top_k.top_k_options import TopKOptions
 from lightning_topt.communication.node.node_exchange import Waitable, shard_bounds
 from lightning_topt.communication.residual import BucketResidual
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.wire import MessageFormat
 
 Steps = Generator[Waitable, None, None]
 
@@ -63,7 +62,7 @@ class HierarchicalExchange(FeedbackExchange):
             yield from self._share_messages(bucket, rows, forms)
         return self.finish(bucket, entry=entry, exempt=exempt)
 
-    def _share_messages(self, bucket: Bucket, rows: Tensor, forms: list[MessageFormat]) -> Steps:
+    def _share_messages(self, bucket: Bucket, rows: Tensor, forms: list[Form]) -> Steps:
         """Stage 5, sparse: every rank decodes the messages (nodes, bytes) of all local ranks, in node order."""
         gathered = self.node.all_gather(rows.view(-1))
         yield gathered
@@ -76,7 +75,7 @@ class HierarchicalExchange(FeedbackExchange):
                 total.add(message, form=form, start=start)
         total.write()
 
-    def _share_sums(self, bucket: Bucket, entry: BucketResidual, rows: Tensor, form: MessageFormat) -> Steps:
+    def _share_sums(self, bucket: Bucket, entry: BucketResidual, rows: Tensor, form: Form) -> Steps:
         """Stage 5, dense: every rank decodes the messages (nodes, bytes) of its own shard; NaN where one is not finite."""
         own_finite = is_finite(bucket.buffer)
         own = bucket.buffer[entry.start : entry.stop]
@@ -112,7 +111,7 @@ class HierarchicalExchange(FeedbackExchange):
         """Return the shards of the bucket."""
         return shard_bounds(bucket.buffer.numel(), local_size=self.topology.ranks_per_node)
 
-    def forms(self, bucket: Bucket) -> list[MessageFormat]:
+    def forms(self, bucket: Bucket) -> list[Form]:
         """Return the message of every local rank."""
         return [self.message_format(bucket, start=start, stop=stop) for start, stop in self.bounds(bucket)]
 

@@ -1,6 +1,6 @@
 """Top-k with error feedback: what its options make, and what that takes.
 
-k entries and b bytes of a message (`wire.MessageFormat`):
+k entries and b bytes of a message (`wire.MessageFormat`, in few bits `LevelMessage`):
 
                     bytes moved on the device                          collectives, one after another            function
     flat            (s + 8) n + pack(k) + s n + decode(W k)            all_gather(W b)                           _flat
@@ -28,12 +28,12 @@ from lightning_topt.communication.exchange_work import (
     BucketGradients,
     Work,
 )
-from lightning_topt.communication.methods.top_k.feedback import FeedbackExchange
+from lightning_topt.communication.level_message import message_of_share
+from lightning_topt.communication.methods.top_k.feedback import FeedbackExchange, Form
 from lightning_topt.communication.methods.top_k.hierarchical import HierarchicalExchange, shares_sums
 from lightning_topt.communication.methods.top_k.sparse import SparseExchange
-from lightning_topt.communication.methods.top_k.top_k_options import TopKOptions
+from lightning_topt.communication.methods.top_k.top_k_options import DENSITY_TOGETHER, TopKOptions
 from lightning_topt.communication.topology import Topology
-from lightning_topt.communication.wire import MessageFormat, message_of_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,33 +42,36 @@ class TopK(TopKOptions):
 
     name: ClassVar[str] = "topk"
     process_bytes: ClassVar[int] = COMPILED_BYTES
-    holds_under_adam: ClassVar[bool] = False  # rare, large entries dominate its mean squares, and its steps get small
 
     @property
     @override
     def words(self) -> str:
+        share = f"{100 * DENSITY_TOGETHER:g} % / senders" if self.density is None else f"{100 * self.density:g} %"
         values = f" in {self.value_dtype}" if self.value_dtype != "float32" else ""
+        values = values if self.bits is None else f" in {self.bits} bits"
         nodes = " between nodes" if self.hierarchical else ""
-        return f"top-k {100 * self.density:g} %{values}{nodes}{self.feedback_words}"
+        return f"top-k {share}{values}{nodes}{self.feedback_words}"
 
     @override
     def make_exchange(self, context: ExchangeContext) -> FeedbackExchange:
-        by_nodes = self.sums_in_nodes(context.topology)
-        return HierarchicalExchange(self, context) if by_nodes else SparseExchange(self, context)
+        by_nodes, method = self.sums_in_nodes(context.topology), self.on(context.topology)
+        return HierarchicalExchange(method, context) if by_nodes else SparseExchange(method, context)
 
     @override
     def work(self, gradients: BucketGradients, topology: Topology) -> Work:
         if self.sums_in_nodes(topology):
-            return _by_nodes(gradients, self, topology)
-        return _flat(gradients, self, topology)
+            return _by_nodes(gradients, self.on(topology), topology)
+        return _flat(gradients, self.on(topology), topology)
 
 
-def _message(numel: float, compressible: float, options: TopKOptions) -> MessageFormat:
+def _message(numel: float, compressible: float, options: TopKOptions) -> Form:
+    assert options.density is not None
     return message_of_share(
         max(1, round(numel)),
         compressible=compressible,
         density=options.density,
         value_dtype=getattr(torch, options.value_dtype),
+        bits=options.bits,
     )
 
 

@@ -13,10 +13,11 @@ when the median of its seeds is not worse than the worst dense seed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
@@ -27,7 +28,7 @@ import torch
 
 from benchmarks import adam_local_steps as local_steps
 from benchmarks import adam_methods as methods
-from benchmarks.adam_compression_report import report
+from benchmarks.adam_compression_report import mean_by_rate, report
 from benchmarks.adam_simulator import Model, Text, bits_per_byte, gradients, rate
 from benchmarks.common import RESULTS
 from benchmarks.decoupled_momentum import DeMo
@@ -119,12 +120,12 @@ def key_of(name: str, ranks: int) -> str:
 
 
 def best_rate(name: str, ranks: int) -> float:
-    """The learning rate that ended lowest when it was tuned."""
+    """The learning rate that ended lowest when it was tuned, on average where several seeds were."""
     tuned = load()["tuning"].get(key_of(name, ranks if is_local(name) else TUNED_RANKS))
     if tuned is None:
         raise SystemExit(f"{name} has no learning rate: run with --tune first")
-    finals = [value if value == value else float("inf") for value in tuned["curve"][-1][1]]
-    return float(tuned["rates"][finals.index(min(finals))])
+    means = mean_by_rate(tuned)
+    return min(means, key=lambda rate: means[rate] if means[rate] == means[rate] else math.inf)
 
 
 def rates_to_try(name: str) -> Sequence[float]:
@@ -134,10 +135,10 @@ def rates_to_try(name: str) -> Sequence[float]:
     return LOCAL_RATES if name in METHODS and is_local(name) else ADAM_RATES
 
 
-def not_made(run: dict[str, Any] | None, rates: Sequence[float], steps: int) -> list[float]:
-    """The learning rates without a run of at least so many steps."""
-    made = run["rates"] if run is not None and run["curve"][-1][0] >= steps else []
-    return [rate for rate in rates if rate not in made]
+def not_made(run: dict[str, Any] | None, pairs: Iterable[tuple[float, int]], steps: int) -> list[tuple[float, int]]:
+    """The pairs of learning rate and seed without a run of at least so many steps."""
+    made = zip(run["rates"], run["seeds"], strict=True) if run is not None and run["curve"][-1][0] >= steps else ()
+    return sorted(set(pairs) - set(made))
 
 
 def joined(run: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
@@ -180,16 +181,15 @@ def trial_jobs(names: Sequence[str]) -> list[Job]:
     return jobs
 
 
-def tuning_jobs(names: Sequence[str], *, ranks: Sequence[int], rates: Sequence[float] | None, steps: int) -> list[Job]:
+def tuning_jobs(names: Sequence[str], *, ranks: Sequence[int], rates: Sequence[float] | None, seeds: int) -> list[Job]:
     """At all of the steps: the best rate of a short trial is too high for a long training."""
     known, jobs = load()["tuning"], {}
     for name in names:
         for count in ranks if is_local(name) else [TUNED_RANKS]:
-            key = key_of(name, count)
-            if missing := not_made(known.get(key), rates or rates_to_try(name), steps):
-                seeds = [0] * len(missing)
-                arguments = {"name": name, "ranks": count, "rates": missing, "seeds": seeds, "steps": steps}
-                jobs[key] = ("tuning", key, arguments)
+            key, pairs = key_of(name, count), itertools.product(rates or rates_to_try(name), range(seeds))
+            if missing := not_made(known.get(key), pairs, STEPS):
+                arguments = {"rates": [rate for rate, _ in missing], "seeds": [seed for _, seed in missing]}
+                jobs[key] = ("tuning", key, {"name": name, "ranks": count, "steps": STEPS, **arguments})
     return list(jobs.values())
 
 
@@ -197,9 +197,9 @@ def grid_jobs(names: Sequence[str], *, ranks: Sequence[int], steps: int) -> list
     known, jobs = load()["runs"], {}
     for count in ranks:
         for name in names:
-            key, rates = key_of(name, count), [best_rate(name, count)] * SEEDS
-            if not_made(known.get(key), rates, steps):
-                arguments = {"name": name, "ranks": count, "rates": rates, "seeds": list(range(SEEDS)), "steps": steps}
+            key, rate, seeds = key_of(name, count), best_rate(name, count), list(range(SEEDS))
+            if not_made(known.get(key), [(rate, seed) for seed in seeds], steps):
+                arguments = {"name": name, "ranks": count, "rates": [rate] * SEEDS, "seeds": seeds, "steps": steps}
                 jobs[key] = ("runs", key, arguments)
     return list(jobs.values())
 
@@ -209,22 +209,22 @@ def main() -> None:
     every = {**METHODS, **TRIED}
     parser.add_argument("--methods", nargs="+", choices=every, default=None)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 2, 8])
-    parser.add_argument("--steps", type=int, default=None)
-    parser.add_argument("--rates", nargs="+", type=float, default=None, help="more of them, with --tune")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the runs")
+    parser.add_argument("--rates", nargs="+", type=float, default=None, help="others, with --tune")
+    parser.add_argument("--seeds", type=int, default=1, help="of --tune")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--trial", action="store_true", help="short runs of one seed")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
-    steps = options.steps or STEPS
     if options.trial:
         measure(trial_jobs(options.methods or list(every)), processes=options.processes)
     elif options.tune:
         names = options.methods or list(METHODS)
-        jobs = tuning_jobs(names, ranks=options.ranks, rates=options.rates, steps=steps)
+        jobs = tuning_jobs(names, ranks=options.ranks, rates=options.rates, seeds=options.seeds)
         measure(jobs, processes=options.processes)
     elif not options.report:
-        jobs = grid_jobs(options.methods or list(METHODS), ranks=options.ranks, steps=steps)
+        jobs = grid_jobs(options.methods or list(METHODS), ranks=options.ranks, steps=options.steps)
         measure(jobs, processes=options.processes)
     report(load())
 

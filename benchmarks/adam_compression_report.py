@@ -57,10 +57,20 @@ def _rates(tuned: dict[str, Any]) -> list[str]:
     """A row for each method and number of ranks."""
     lines = ["| method | ranks | traffic | steps | learning rate: bits |", "|---|---|---|---|---|"]
     for key, run in tuned.items():
-        steps, finals = run["curve"][-1]
-        each = ", ".join(f"{r:g}: {v:.3f}" for r, v in sorted(zip(run["rates"], finals, strict=True)))
+        steps = run["curve"][-1][0]
+        seeds = {rate: run["rates"].count(rate) for rate in run["rates"]}
+        each = ", ".join(
+            f"{rate:g}: {mean:.3f}" + (f" (mean of {seeds[rate]})" if seeds[rate] > 1 else "")
+            for rate, mean in mean_by_rate(run).items()
+        )
         lines.append(f"| {key.split('|')[0]} | {_shown_ranks(key)} | {run['traffic']:.2%} | {steps} | {each} |")
     return lines
+
+
+def mean_by_rate(run: dict[str, Any]) -> dict[float, float]:
+    """Bits per byte at the end, by learning rate, the mean over its seeds."""
+    finals = list(zip(run["rates"], run["curve"][-1][1], strict=True))
+    return {rate: statistics.mean(bits for r, bits in finals if r == rate) for rate in sorted(set(run["rates"]))}
 
 
 def _shown_ranks(key: str) -> str:

@@ -27,7 +27,7 @@ from benchmarks.lab_nodes import LabError
 
 FILE = RESULTS / "adam_lab.json"
 ROUNDS = {"1gbit": 5, "200mbit": 5, "50mbit": 2}  # of timed steps; over 50 Mb/s the link alone decides, within 1 %
-STEPS, MOST_STEPS = 200, 600
+STEPS, MOST_STEPS = 200, 400
 ADAM = (6.25e-5, 1.25e-4, 2.5e-4)
 DENSE = (*ADAM, 5e-4)
 
@@ -51,7 +51,7 @@ METHODS: dict[str, Contender] = {
     "sign": Contender({"method": "sign"}),
     "DiLoCo, 50 steps": Contender({"method": "local_steps", "every": 50}, timed=53),
     "DeMo 1 %, 2 bits": Contender({"method": "demo"}),
-    "SparseLoCo, 15 steps": Contender({"method": "sparse_loco"}, timed=33),
+    "SparseLoCo, 15 steps": Contender({"method": "sparse_loco"}, timed=33, rates=DENSE[1:]),
     "4 bits, 8 steps": Contender(
         {"method": "quantized_steps", "outer_learning_rate": 0.7, "outer_momentum": 0.6}, timed=19
     ),

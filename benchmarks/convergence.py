@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -47,8 +48,9 @@ class Task:
     higher_is_better: bool
 
 
-def _byte_gpt(steps: int) -> pl.LightningModule:
-    return ByteGPT(num_layers=2, hidden=64, num_heads=4, seq_len=32, learning_rate=4e-3, decay_steps=steps)
+def _byte_gpt(steps: int, warmup_steps: int = 20) -> pl.LightningModule:
+    schedule = {"warmup_steps": warmup_steps, "decay_steps": steps}
+    return ByteGPT(num_layers=2, hidden=64, num_heads=4, seq_len=32, learning_rate=4e-3, **schedule)
 
 
 def _crop_net(steps: int) -> pl.LightningModule:
@@ -57,6 +59,9 @@ def _crop_net(steps: int) -> pl.LightningModule:
 
 TASKS = {
     "byte_lm": Task(_byte_gpt, lambda: StdlibBytesDataModule(32, 16), 3000, "val_bits_per_byte", False),
+    "byte_lm, slow start": Task(
+        partial(_byte_gpt, warmup_steps=100), lambda: StdlibBytesDataModule(32, 16), 3000, "val_bits_per_byte", False
+    ),
     "digits": Task(lambda steps: DigitsCNN(), lambda: DigitsDataModule(), 1320, "val_accuracy", True),
     "photographs": Task(_crop_net, lambda: CropsDataModule(), 500, "val_accuracy", True),
 }
@@ -64,6 +69,7 @@ METHODS: dict[str, Callable[[], Strategy]] = {
     "dense": DDPStrategy,
     "top-k 1 %": lambda: CompressedDDPStrategy(TopK(density=0.01)),
     "top-k 1 %, warm-up": lambda: CompressedDDPStrategy(TopK(density=0.01, warmup_steps=WARM_UP)),
+    "top-k 8 %, 2 bits": lambda: CompressedDDPStrategy(TopK(density=None, bits=2)),  # 16 % of both ranks together
     "top-k 1 % of updates": lambda: LocalStepsStrategy(
         LocalSteps(every=1, density=0.01, outer_learning_rate=1.0, outer_momentum=0.0)
     ),

@@ -97,6 +97,11 @@ class GradientMethod(ExchangeMethod):
         """Whether training with Adam or its kin ends where it does with whole gradients; False: measured to end worse."""
         return True
 
+    @property
+    def needs_under_adam(self) -> str:
+        """What training with Adam or its kin must have for that; "" for nothing."""
+        return ""
+
     def check_in_plan(self) -> None:
         """Raise ValueError where the options say more than a plan fixes."""
         for field in fields(self):

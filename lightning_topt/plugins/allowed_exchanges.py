@@ -88,7 +88,13 @@ def what_holds(candidates: Sequence[GradientMethod], optimizers: Sequence[Optimi
             "worse under it than with whole gradients (docs/compression.md). To search it all the same, say "
             f"allow_compression={[method.name for method in left_out]}"
         )
-    return [method for method in candidates if method not in left_out]
+    held = [method for method in candidates if method not in left_out]
+    for method in held:
+        if adaptive and method.needs_under_adam:
+            rank_zero_info(
+                f"topt: {method.words} is searched: under {adaptive[0]} it needs {method.needs_under_adam} (docs/compression.md)"
+            )
+    return held
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:

@@ -107,6 +107,11 @@ class TopKOptions(ByNodes, FeedbackMethod):
 
     @property
     @override
+    def needs_under_adam(self) -> str:
+        return "a learning rate that rises for 100 steps or more" if self.holds_under_adam else ""
+
+    @property
+    @override
     def has_momentum(self) -> bool:
         return self.momentum > 0
 

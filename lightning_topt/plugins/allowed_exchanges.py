@@ -90,10 +90,8 @@ def what_holds(candidates: Sequence[GradientMethod], optimizers: Sequence[Optimi
         )
     held = [method for method in candidates if method not in left_out]
     for method in held:
-        if adaptive and method.needs_under_adam:
-            rank_zero_info(
-                f"topt: {method.words} is searched: under {adaptive[0]} it needs {method.needs_under_adam} (docs/compression.md)"
-            )
+        if adaptive and (needs := method.needs_under_adam):
+            rank_zero_info(f"topt: {method.words} is searched: under {adaptive[0]} it needs {needs} (docs/compression.md)")
     return held
 
 

@@ -99,7 +99,7 @@ class GradientMethod(ExchangeMethod):
 
     @property
     def needs_under_adam(self) -> str:
-        """What training with Adam or its kin must have for that; "" for nothing."""
+        """Return what training with Adam or its kin must have for that; "" for nothing."""
         return ""
 
     def check_in_plan(self) -> None:

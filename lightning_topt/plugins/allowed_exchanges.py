@@ -91,7 +91,7 @@ def what_holds(candidates: Sequence[GradientMethod], optimizers: Sequence[Optimi
     held = [method for method in candidates if method not in left_out]
     for method in held:
         if adaptive and (needs := method.needs_under_adam):
-            rank_zero_info(f"topt: {method.words} is searched: under {adaptive[0]} it needs {needs} (docs/compression.md)")
+            rank_zero_info(f"topt: {method.words} is searched; {adaptive[0]} needs {needs} (docs/compression.md)")
     return held
 
 

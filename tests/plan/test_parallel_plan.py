@@ -188,7 +188,7 @@ EXCHANGES = [
 ]
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.name)
+@pytest.mark.parametrize("exchange", [*EXCHANGES, TopK(density=None, bits=2)], ids=lambda exchange: exchange.words)
 def test_gradient_exchange_round_trip(exchange: GradientMethod) -> None:
     plan = replace(uniform_plan(1, data_parallel_size=4, blocks=["a"]), gradient_exchange=exchange)
     text = plan.to_yaml()

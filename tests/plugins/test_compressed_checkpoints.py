@@ -87,9 +87,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[st
         assert len(whole) == 12 and parts == whole and equal
 
 
-def test_a_resumed_run_of_several_shards_is_nearly_the_uninterrupted_one(tmp_path: Path) -> None:
-    """DDP lays its buckets anew after its first step, so that step chooses among other shards of the bucket."""
-    for whole, parts, _ in on_ranks(resumed, tmp_path, {"density": 0.1, "hierarchical": True}):
+@pytest.mark.parametrize("options", [{"density": 0.1, "hierarchical": True}, {"density": None, "bits": 2}])
+def test_a_resumed_run_of_several_shards_is_nearly_the_uninterrupted_one(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """DDP lays its buckets anew after its first step: that step chooses among other shards, and rounds in other groups."""
+    for whole, parts, _ in on_ranks(resumed, tmp_path, options):
         assert parts == pytest.approx(whole, rel=1e-3) and parts[:5] == whole[:5]
 
 

@@ -139,6 +139,7 @@ def learns(rank: int, options: dict[str, Any]) -> dict[str, Any]:
         {"density": 0.05},
         {"density": 0.05, "value_dtype": "bfloat16", "warmup_steps": 5, "exempt": ("norm", "bias", "embedding")},
         {"density": 0.05, "hierarchical": True, "nodes": 2},
+        {"density": None, "bits": 2},
         {"method": "powersgd"},
         {"method": "bf16"},
         {"method": "fp16"},

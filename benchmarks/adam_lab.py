@@ -52,6 +52,9 @@ METHODS: dict[str, Contender] = {
     "DiLoCo, 50 steps": Contender({"method": "local_steps", "every": 50}, timed=53),
     "DeMo 1 %, 2 bits": Contender({"method": "demo"}),
     "SparseLoCo, 15 steps": Contender({"method": "sparse_loco"}, timed=33, rates=DENSE[1:]),
+    "SparseLoCo, 5 steps, 10 %": Contender(
+        {"method": "sparse_loco", "every": 5, "density": 0.1}, timed=18, rates=DENSE[1:]
+    ),
     "4 bits, 8 steps": Contender(
         {"method": "quantized_steps", "outer_learning_rate": 0.7, "outer_momentum": 0.6}, timed=19
     ),

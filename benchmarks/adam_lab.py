@@ -150,7 +150,7 @@ def report(found: dict[str, Any]) -> str:
 
 def _introduction(found: dict[str, Any], target: float) -> list[str]:
     size = next(iter(found["trainings"].values()))["parameters"]
-    rounds = ", ".join(f"{number} rounds over {link}" for link, number in ROUNDS.items())
+    rounds = ", ".join(f"at least {number} over {link}" for link, number in ROUNDS.items())
     return [
         f"A GPT of {size / 1e6:.1f} M parameters, 4 sequences of 32 bytes per rank, two nodes of one rank. The dense run has "
         f"{STEPS} steps and ends at {target:.3f} nats per byte of validation text. Seconds: steps to that loss (mean of two "

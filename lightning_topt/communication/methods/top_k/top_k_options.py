@@ -108,7 +108,9 @@ class TopKOptions(ByNodes, FeedbackMethod):
     @property
     @override
     def needs_under_adam(self) -> str:
-        return "a learning rate that rises for 100 steps or more, and some thousand steps" if self.holds_under_adam else ""
+        return (
+            "a learning rate that rises for 100 steps or more, and some thousand steps" if self.holds_under_adam else ""
+        )
 
     @property
     @override

@@ -50,7 +50,7 @@ DEVICE = Device("accelerator", 10**10, {"float32": 1e12}, memory_bandwidth=1e12,
 NODES = Cluster("nodes", DEVICE, devices_per_node=4, num_nodes=2, intra=Link(1e-6, 1e11), inter=Link(1e-5, 1e9))
 
 
-def make_request() -> SearchRequest:
+def new_request_of_gpt() -> SearchRequest:
     module, batch = GPT(3, 256, 8, vocab=512, context=128), (torch.zeros(4, 128, dtype=torch.long),) * 2
     trace = FunctionTrace()
     graph = capture(module, batch, adapt=trace.of)
@@ -60,7 +60,7 @@ def make_request() -> SearchRequest:
 
 @pytest.fixture(scope="module")
 def request_of_gpt() -> SearchRequest:
-    return make_request()
+    return new_request_of_gpt()
 
 
 def test_tensor_axes_are_innermost_and_inside_nodes() -> None:
@@ -272,13 +272,13 @@ def test_tensor_axes_without_a_layout_are_refused(request_of_gpt: SearchRequest)
 
 
 def test_plans_that_only_split_say_what_cannot_be() -> None:
-    made = make_request()  # the message names all numbers of ranks that a request was asked about
+    made = new_request_of_gpt()  # the message names all numbers of ranks that a request was asked about
     request = replace(made, device_counts=(7,), mesh=Mesh((Axis("tensor", 7),)))
     with pytest.raises(PlanError, match=r"over 7 ranks: no parameter can be cut into 7 slices .*'tokens.weight'"):
         search_plans(request)
     steps = local_graphs(replace(made, device_counts=(2,)))
     assert {graph.whole_model for graph in steps} == {made.graph.fingerprint}
-    assert local_graphs(replace(request_of_gpt, split=None)) == []
+    assert local_graphs(replace(made, split=None)) == []
 
 
 def test_captured_steps_go_to_another_process(request_of_gpt: SearchRequest) -> None:

@@ -120,13 +120,17 @@ class TopK(Mean):
     def mean(self, gradient: Tensor, step: int) -> Tensor:
         return self.sparse(gradient, self.residual, density=self.density_at(step), decay=1.0).mean(1)
 
+    def message(self, k: int) -> MessageFormat | LevelMessage:
+        """The message of one rank."""
+        return MessageFormat(self.numel, k, self.dtype)
+
     def sparse(self, added: Tensor, residual: Tensor, *, density: float, decay: float) -> Tensor:
         """What each rank sends of ``decay * residual + added``, (V, R, n); the bytes are counted."""
         chunks = Chunks.of_density(added.numel(), chunk=self.chunk, density=density)
         chosen = take_chunk_top_k(added.reshape(-1), residual.view(-1), chunks, decay=decay)
-        share = chunks.k // (self.setting.runs * self.ranks)
-        self.ring(self.ranks * MessageFormat(self.numel, min(share, self.numel), self.dtype).nbytes, passes=1)
-        values = chosen.values.to(self.dtype).float()
+        form = self.message(min(self.numel, chunks.k // (self.setting.runs * self.ranks)))
+        self.ring(self.ranks * form.nbytes, passes=1)
+        values = torch.cat([form.round(values).float() for values in chosen.values.split(form.k)])
         residual.view(-1).index_add_(0, chosen.indices, chosen.values - values)
         sent = torch.zeros(added.numel())
         sent[chosen.indices.long()] = values
@@ -143,17 +147,8 @@ class FewBitsTopK(TopK):
         super().__init__(setting, start, density=density / setting.ranks)
         self.bits = bits
 
-    def sparse(self, added: Tensor, residual: Tensor, *, density: float, decay: float) -> Tensor:
-        chunks = Chunks.of_density(added.numel(), chunk=self.chunk, density=density)
-        chosen = take_chunk_top_k(added.reshape(-1), residual.view(-1), chunks, decay=decay)
-        k = min(self.numel, chunks.k // (self.setting.runs * self.ranks))
-        form = LevelMessage(self.numel, (k,), self.bits)
-        self.ring(self.ranks * form.nbytes, passes=1)
-        values = torch.cat([form.round(values) for values in chosen.values.split(k)])
-        residual.view(-1).index_add_(0, chosen.indices, chosen.values - values)
-        sent = torch.zeros(added.numel())
-        sent[chosen.indices.long()] = values
-        return sent.view(added.shape)
+    def message(self, k: int) -> LevelMessage:
+        return LevelMessage(self.numel, (k,), self.bits)
 
 
 class MetricTopK(TopK):

@@ -44,9 +44,9 @@ class ChunkMean(MeanOverRanks):
     def mean(self, delta: Tensor, *, wait: Wait) -> Tensor:
         """Return the mean, decoded in rank order."""
         chosen = take_chunk_top_k(delta, self.residual, self.chunks, decay=self.decay)
-        self.residual.index_add_(0, chosen.indices, chosen.values - self.form.round(chosen.values))
         message = torch.empty(self.form.nbytes, dtype=torch.uint8, device=delta.device)
         self.form.pack(chosen.values, chosen.indices, out=message)
+        self.residual.index_add_(0, chosen.indices, chosen.values - self.form.values(message))
         return self.gather_entries(delta, message, self.form.unpack, wait=wait)
 
 

@@ -78,7 +78,8 @@ def reduce_scatter_into(
 ) -> None:
     """Sum (or average, with ``ReduceOp.AVG``) `whole` (world size * n,) over ranks into each rank's `output` (n,).
 
-    On gloo the terms are added in rank order. Raises ValueError for another `op` on gloo.
+    On gloo the terms are added in rank order, through buffers of `CHUNK_ELEMENTS` per rank. Raises ValueError for another
+    `op` on gloo.
     """
     if dist.get_backend(group) != "gloo":
         dist.reduce_scatter_tensor(output, whole, op=op, group=group)
@@ -87,13 +88,16 @@ def reduce_scatter_into(
         raise ValueError(f"reduce_scatter_into on gloo sums or averages; got {op}")
     world_size = dist.get_world_size(group)
     rows = whole.view(world_size, -1)
-    received = torch.empty((world_size, min(CHUNK_ELEMENTS, rows.shape[1])), dtype=whole.dtype, device=whole.device)
-    for start in range(0, rows.shape[1], CHUNK_ELEMENTS):
-        sent = [row[start : start + CHUNK_ELEMENTS] for row in rows]
-        parts = [row[: sent[0].numel()] for row in received]
-        dist.all_to_all(parts, sent, group=group)
-        total = output[start : start + CHUNK_ELEMENTS]
-        torch.sum(received[:, : sent[0].numel()], dim=0, out=total)
+    slices = torch.split(rows, CHUNK_ELEMENTS, dim=1)
+    received = torch.empty(slices[0].numel(), dtype=whole.dtype, device=whole.device)
+    sent = torch.empty_like(received) if len(slices) > 1 else whole.view(-1)
+    for part, total in zip(slices, torch.split(output, CHUNK_ELEMENTS), strict=True):
+        size = part.numel()
+        if len(slices) > 1:
+            sent[:size].view_as(part).copy_(part)
+        # The form with lists would copy both ways once more, and hold the copies for a while.
+        dist.all_to_all_single(received[:size], sent[:size], group=group)
+        torch.sum(received[:size].view_as(part), dim=0, out=total)
         if op == dist.ReduceOp.AVG:
             total.div_(world_size)
 

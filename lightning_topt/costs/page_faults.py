@@ -63,10 +63,5 @@ def gathered_bytes(*, flat: float, whole: float) -> float:
 
 
 def reduced_bytes(*, flat: float, shards: float, workspace: float) -> float:
-    """Return the bytes that one reduce-scatter takes anew; `workspace` as `sizes.gloo_workspace`, 0 on other backends.
-
-    Of the three pieces in it one is kept for all of `flat`, and gloo takes the other two again for each piece.
-    """
-    taken = sum(size for size in (flat, shards) if size >= SMALLEST_BYTES)
-    piece = workspace / 3
-    return taken + piece + 2 * flat if piece >= SMALLEST_BYTES else taken
+    """Return the bytes that one reduce-scatter takes anew; `workspace` as `sizes.gloo_workspace`, 0 on other backends."""
+    return sum(size for size in (flat, shards, workspace) if size >= SMALLEST_BYTES)

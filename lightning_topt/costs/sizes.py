@@ -44,6 +44,7 @@ def padded_bytes(parameter: Parameter, world_size: int) -> float:
 def gloo_workspace(flat: float, *, world_size: int) -> float:
     """Return the bytes that our reduce-scatter of `flat` bytes takes inside on gloo.
 
-    It receives in pieces, and gloo's all_to_all flattens what goes out and what comes in: three pieces are alive.
+    It receives into one buffer; what goes out in several pieces is copied into another.
     """
-    return 3 * min(flat, world_size * CHUNK_ELEMENTS * 4)
+    piece = world_size * CHUNK_ELEMENTS * 4
+    return flat if flat <= piece else 2 * piece

@@ -132,7 +132,7 @@ class Fsdp:
         self.reducing = block
         self.memory.free(*(("gradient", p.name) for p in trainable))
         self.memory.alloc("gradient shards", sum(shard_bytes(p, self.size) for p in trainable))
-        self.memory.spike(3 * flat if self.backend == "gloo" else 0)
+        self.memory.spike(flat if self.backend == "gloo" else 0)
 
     def run(self):
         memory, graph = self.memory, self.graph

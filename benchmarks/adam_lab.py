@@ -29,7 +29,8 @@ FILE = RESULTS / "adam_lab.json"
 ROUNDS = {"1gbit": 5, "200mbit": 5, "50mbit": 2}  # of timed steps; over 50 Mb/s the link alone decides, within 1 %
 STEPS, MOST_STEPS = 200, 400
 ADAM = (6.25e-5, 1.25e-4, 2.5e-4)
-DENSE = (*ADAM, 5e-4)
+HIGH = (*ADAM[1:], 5e-4)
+RATES = (3.125e-5, *ADAM, 5e-4)
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,17 @@ class Contender:
 
 
 METHODS: dict[str, Contender] = {
-    "dense": Contender(None, timed=5, rates=DENSE),
+    "dense": Contender(None, timed=5, rates=RATES[1:]),
     "bf16": Contender({"method": "bf16"}, timed=5),
     "PowerSGD, rank 4": Contender({"method": "powersgd", "rank": 4}),
     "PowerSGD, rank 16": Contender({"method": "powersgd", "rank": 16}),
     "top-k 1 %": Contender({"method": "topk", "density": 0.01}),
-    "top-k 8 %, 2 bits": Contender({"method": "topk", "density": None, "bits": 2}),
+    "top-k 8 %, 2 bits": Contender({"method": "topk", "density": None, "bits": 2}, rates=RATES[:4]),
     "sign": Contender({"method": "sign"}),
-    "DiLoCo, 50 steps": Contender({"method": "local_steps", "every": 50}, timed=53),
+    "DiLoCo, 50 steps": Contender({"method": "local_steps", "every": 50}, timed=53, rates=RATES[:4]),
     "DeMo 1 %, 2 bits": Contender({"method": "demo"}),
-    "SparseLoCo, 15 steps": Contender({"method": "sparse_loco"}, timed=33, rates=DENSE[1:]),
-    "SparseLoCo, 5 steps, 10 %": Contender(
-        {"method": "sparse_loco", "every": 5, "density": 0.1}, timed=18, rates=DENSE[1:]
-    ),
+    "SparseLoCo, 15 steps": Contender({"method": "sparse_loco"}, timed=33, rates=HIGH),
+    "SparseLoCo, 5 steps, 10 %": Contender({"method": "sparse_loco", "every": 5, "density": 0.1}, timed=18, rates=HIGH),
     "4 bits, 8 steps": Contender(
         {"method": "quantized_steps", "outer_learning_rate": 0.7, "outer_momentum": 0.6}, timed=19
     ),
@@ -76,7 +75,7 @@ def run(contender: Contender, *, link: str | None, learning_rate: float, **optio
 
 def train(names: Sequence[str]) -> None:
     """Every training that is not kept yet."""
-    target = min(_trained("dense", rate, STEPS, float("-inf"))["losses"][-1][1] for rate in DENSE)
+    target = min(_trained("dense", rate, STEPS, float("-inf"))["losses"][-1][1] for rate in METHODS["dense"].rates)
     for name in names:
         for rate in METHODS[name].rates:
             _trained(name, rate, MOST_STEPS, target)
@@ -164,11 +163,11 @@ def _all_rates(found: dict[str, Any], target: float) -> list[str]:
     lines = [
         "Steps at each learning rate; in brackets the loss at the end where the target was not reached:",
         "",
-        "| method | " + " | ".join(f"{rate:g}" for rate in DENSE) + " |",
-        "|---|" + "---|" * len(DENSE),
+        "| method | " + " | ".join(f"{rate:g}" for rate in RATES) + " |",
+        "|---|" + "---|" * len(RATES),
     ]
     for name in METHODS:
-        trainings = [found["trainings"].get(f"{name}|{rate:g}") for rate in DENSE]
+        trainings = [found["trainings"].get(f"{name}|{rate:g}") for rate in RATES]
         cells = [
             "-"
             if training is None

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from lightning_topt.basics.own_files import not_own_reason
 
-VERSION = 6
+VERSION = 7
 MAX_AGE_SECONDS = 30 * 24 * 3600.0
 _MAX_BYTES, _MAX_ENTRIES = 1 << 25, 50_000
 _LOCK_SECONDS = 2.0

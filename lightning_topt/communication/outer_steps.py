@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.basics.argument_checks import check_real
-from lightning_topt.communication.bucket import is_finite
 from lightning_topt.communication.local_method import LocalMethod
+from lightning_topt.communication.named_tensors import Named, NamedTensors
 from lightning_topt.communication.node.node_exchange import Waitable
 from lightning_topt.communication.node_replicas import NodeReplicas
-from lightning_topt.communication.outer_step import Named, NamedTensors, mean_of_buffers, outer_update, take_from_first
+from lightning_topt.communication.outer_gradient import OuterGradient
+from lightning_topt.communication.outer_step import OuterMean, WholeMean, mean_of_buffers, outer_update, take_from_first
 from lightning_topt.communication.peers import GRACE_SECONDS, PeerLostError, PeerMonitor
 from lightning_topt.communication.topology import Topology
 
@@ -153,10 +154,9 @@ class OuterSteps:
         if not self.pending_steps:
             return
         start = time.perf_counter()
-        delta = self.parameters.subtract_from(self.anchor)
         try:
-            self._check_finite(delta)
-            mean = self._mean_of(delta)
+            self._check_finite()
+            mean = self._exchange()
             self._other_bytes += mean_of_buffers(self.buffers, group=self.group, wait=self._wait)
         except (RuntimeError, TimeoutError) as error:
             raise self._lost(error) from error
@@ -167,20 +167,21 @@ class OuterSteps:
         self.outer_steps += 1
         self._exchange_seconds += time.perf_counter() - start
 
-    def _mean_of(self, delta: Tensor) -> Tensor:
-        """The mean over replicas of `delta` (n,), in its memory."""
+    def _exchange(self) -> OuterMean:
+        """The mean over replicas of how far they went."""
         if self.replicas is None:
-            return self._mean.mean(delta, wait=self._wait)
-        own = delta[self.replicas.start : self.replicas.stop]
-        if own.numel():
-            self._mean.mean(own, wait=self._wait)
-        self.replicas.gather(delta, wait=self._wait)
-        return delta
+            return self._mean.mean(OuterGradient(self.parameters, self.anchor), wait=self._wait)
+        start, stop, whole = self.replicas.start, self.replicas.stop, torch.zeros_like(self.anchor)
+        if start < stop:
+            own = OuterGradient(self.parameters, self.anchor, start=start, stop=stop)
+            self._mean.mean(own, wait=self._wait).add_to((whole[start:stop], 1.0))
+        self.replicas.gather(whole, wait=self._wait)
+        return WholeMean(whole)
 
-    def _check_finite(self, delta: Tensor) -> None:
+    def _check_finite(self) -> None:
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        flags = torch.zeros(world_size, dtype=torch.int32, device=delta.device)
-        flags[rank] = not is_finite(delta)
+        flags = torch.zeros(world_size, dtype=torch.int32, device=self.anchor.device)
+        flags[rank] = not self.parameters.is_finite()
         self._wait(dist.all_reduce(flags, group=self.group, async_op=True))
         self._other_bytes += 2 * (world_size - 1) * flags.nbytes // world_size
         ranks = flags.nonzero().flatten().tolist()

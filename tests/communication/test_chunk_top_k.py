@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from lightning_topt.communication.selection import NonFiniteError
-from lightning_topt.communication.selection.chunk_kernels import kth_largest
+from lightning_topt.communication.selection.chunk_kernels import count_reaching, find_threshold
 from lightning_topt.communication.selection.chunk_top_k import Chunks, _take_on_device, take_chunk_top_k
+from lightning_topt.communication.selection.lanes import INFINITY_BITS
 
 
 def _twin(added, residual, chunks, decay, scale):
@@ -36,7 +37,8 @@ def _numbers(numel, kind, seed):
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "heavy"])
 @pytest.mark.parametrize(
-    ("numel", "chunk", "density"), [(1000, 64, 0.05), (4096, 1024, 0.01), (10, 64, 0.5), (300, 7, 1.0), (257, 256, 0.1)]
+    ("numel", "chunk", "density"),
+    [(1000, 64, 0.05), (4096, 1024, 0.01), (10, 64, 0.5), (300, 7, 1.0), (257, 256, 0.1), (9000, 4096, 0.03)],
 )
 def test_takes_what_sorting_takes(kind, numel, chunk, density):
     added, residual = _numbers(numel, kind, 1), _numbers(numel, kind, 2)
@@ -85,7 +87,13 @@ def test_a_sum_that_overflows_is_an_error():
         take_chunk_top_k(torch.full((64,), 3e38), torch.full((64,), 3e38), chunks)
 
 
-def test_every_rank_is_found():
-    values = np.array([5, 5, 1, 9, 9, 9, 0, 3], np.int32)
-    for k in range(1, 9):
-        assert kth_largest(values.copy(), 8, k) == sorted(values, reverse=True)[k - 1]
+@pytest.mark.parametrize("guess", [0, 1, 0x3F800000, INFINITY_BITS - 1])
+@pytest.mark.parametrize("kind", ["normal", "ties", "heavy"])
+def test_every_rank_is_found(kind, guess):
+    values = _numbers(150, kind, 4)
+    bits = values.view(np.int32)
+    order = np.sort(np.abs(values))[::-1]
+    for k in range(1, 151):
+        threshold, reaching = find_threshold(values, bits, 0, 150, k, guess)
+        assert reaching == count_reaching(values, bits, 0, 150, threshold) == (bits & 0x7FFFFFFF >= threshold).sum()
+        assert reaching >= k and (reaching == k or order[k - 1] == np.int32(threshold).view(np.float32))

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_topt.communication import LocalSteps, OuterSteps, QuantizedSteps, SparseLoCo
 from lightning_topt.communication.level_message import LevelMessage
 from lightning_topt.communication.levels import GROUP, LevelFormat
+from lightning_topt.communication.outer_gradient import OuterGradient
 from lightning_topt.communication.topology import Topology
 from tests.launch import run_ranks
 
@@ -135,7 +136,7 @@ def _conserved(rank, method):
     for step in range(6):
         _local_step(parameters, _gradient(rank, step))
         if step % 2:
-            total += outer.parameters.subtract_from(outer.anchor)
+            total += OuterGradient(outer.parameters, outer.anchor).whole()
         outer.after_step()
     pair = torch.stack([total, outer.residual])
     dist.all_reduce(pair)

@@ -27,7 +27,8 @@ from lightning_topt.communication.wire import BITMAP, INT32, MessageFormat
     [
         (7, 1, BITMAP),
         (1000, 1000, BITMAP),
-        (70_001, 17_500, BITMAP),
+        (70_001, 21_000, BITMAP),
+        (70_001, 7_001, 4),
         (70_001, 701, 8),
         (65_536, 1, INT32),
         (300_000, 100, 16),
@@ -49,13 +50,27 @@ def test_message_round_trip(dtype, numel, k, low_bits):
     expected = values.clamp(-65504, 65504) if dtype == torch.float16 else values
     assert torch.equal(got.values, expected.to(dtype).float())
     assert message[form.nbytes :].tolist() == [255] * 4
+    if form.low_bits != INT32:  # on other devices the same bytes, by other means
+        again = message.clone()
+        form._pack_indices(indices.long(), again)
+        assert torch.equal(again, message)
+        assert torch.equal(form._unpack_indices(message), indices.long())
     form.pack_nonfinite(out=message)
     assert not form.unpack(message).finite
 
 
+def test_a_message_with_entries_missing_is_an_error():
+    form = MessageFormat(70_001, 701)
+    message = torch.zeros(form.nbytes, dtype=torch.uint8)
+    form.pack(torch.randn(701), torch.arange(701, dtype=torch.int32), out=message)
+    message[form.cuts[1] :] = 0
+    with pytest.raises(ValueError, match="of another number of elements, or damaged"):
+        form.unpack(message)
+
+
 def test_message_sizes():
     """Near the entropy of which entries were sent; never more than 4 bytes per index."""
-    for numel, density in [(10**7, 0.01), (10**7, 0.001), (10**7, 0.25)]:
+    for numel, density in [(10**7, 0.01), (10**7, 0.001), (10**7, 0.04), (10**7, 0.1), (10**7, 0.25)]:
         form = MessageFormat(numel, round(numel * density))
         bits = 8 * (form.nbytes / form.k - 4)
         entropy = (-density * math.log2(density) - (1 - density) * math.log2(1 - density)) / density

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_topt.communication import LocalSteps, OuterSteps, outer_steps
+from lightning_topt.communication.outer_gradient import OuterGradient
 from lightning_topt.communication.peers import PeerLostError
 from tests.launch import run_ranks
 
@@ -141,7 +142,7 @@ def _conserved(rank, value_dtype):
     for step in range(6):
         _local_step(parameters, rank, step)
         if step % 2:
-            total = total + local.parameters.subtract_from(local.anchor)
+            total = total + OuterGradient(local.parameters, local.anchor).whole()
         local.after_step()
     pair = torch.stack([total, local.residual])
     dist.all_reduce(pair)

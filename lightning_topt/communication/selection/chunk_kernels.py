@@ -1,7 +1,7 @@
 """The largest entries of each chunk on a CPU, with a decaying residual: one call for all chunks, compiled by Numba.
 
-Per chunk, while it is in the first-level cache: accumulate, count magnitudes in bins of their upper 11 bits, find the bin of
-the k-th largest, select among the few in that bin, and write what is taken in the order of its index.
+Per chunk, while it is in the first-level cache: accumulate, find the threshold that k magnitudes reach by counting, and write
+what reaches it in the order of its index. Neighbouring chunks have similar thresholds: five or six counts find the next one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 
 from lightning_topt.communication.compiled import compiled
-from lightning_topt.communication.selection.lanes import INFINITY_BITS, MAGNITUDE_MASK
+from lightning_topt.communication.selection.lanes import (
+    GROUP,
+    INFINITY_BITS,
+    MAGNITUDE_MASK,
+    count_ones,
+    lowest_one,
+    mask_group,
+)
 
-SHIFT = 20  # bits below those that choose a bin: 8 bins per power of two
-BINS = 1 << (31 - SHIFT)
+BINADE = 1 << 23  # from one power of two to the next, in the bits of a magnitude
 
 
 def _kernel(function: Any) -> Any:
@@ -22,85 +28,116 @@ def _kernel(function: Any) -> Any:
 
 
 @_kernel
-def kth_largest(values: Any, count: int, k: int) -> int:
-    """Return the k-th largest (from 1) of ``values[:count]``, whose order changes (Hoare's selection)."""
-    low, high, target = 0, count - 1, k - 1
-    while low < high:
-        pivot, i, j = values[(low + high) // 2], low, high
-        while i <= j:
-            while values[i] > pivot:
-                i += 1
-            while values[j] < pivot:
-                j -= 1
-            if i <= j:
-                values[i], values[j] = values[j], values[i]
-                i += 1
-                j -= 1
-        if target <= j:
-            high = j
-        elif target >= i:
-            low = i
-        else:
-            break
-    return int(values[target])
+def count_reaching(values: Any, bits: Any, start: int, stop: int, threshold: int) -> int:
+    """Return how many magnitudes of ``values[start:stop]`` reach `threshold`; `bits` is the same memory as int32."""
+    count, whole = 0, stop - (stop - start) % GROUP
+    for i in range(start, whole, GROUP):
+        count += count_ones(mask_group(values, i, np.int32(threshold))[0])
+    for i in range(whole, stop):
+        count += (bits[i] & MAGNITUDE_MASK) >= threshold
+    return count
 
 
 @_kernel
-def _threshold(bits: Any, start: int, stop: int, k: int, bins: Any, candidates: Any) -> tuple[int, int]:
-    """The k-th largest magnitude of ``bits[start:stop]``, and how many equal to it belong to the k; -1 where not finite.
+def find_threshold(values: Any, bits: Any, start: int, stop: int, k: int, guess: int) -> tuple[int, int]:
+    """Return the largest threshold that at least `k` magnitudes of ``values[start:stop]`` reach, and how many reach it.
 
-    `bins` are zeros before and after.
+    It is that of the k-th largest, or anything between that and the next where no magnitude equals it. `guess` says where to
+    begin. All are finite, k > 0.
     """
-    largest = 0
-    for i in range(start, stop):
-        place = (bits[i] & MAGNITUDE_MASK) >> SHIFT
-        bins[place] += 1
-        largest = max(largest, place)
-    if largest >= INFINITY_BITS >> SHIFT:
-        return -1, 0
-    place, above = largest, 0
-    while above + bins[place] < k:
-        above += bins[place]
-        place -= 1
-    count = 0
+    low, high, many, few = 0, INFINITY_BITS, stop - start, 0  # `many` reach low, `few` reach high; few < k <= many
+    width, tries = BINADE >> 3, 0
+    threshold = min(max(guess, 1), INFINITY_BITS - 1)
+    while many > k and high - low > 1:
+        count = count_reaching(values, bits, start, stop, threshold)
+        if count >= k:
+            low, many = threshold, count
+        else:
+            high, few = threshold, count
+        tries += 1
+        if high == INFINITY_BITS:
+            threshold = low + width
+            width *= 4
+        elif low == 0:
+            threshold = high - width
+            width *= 4
+        elif tries % 4 == 0:
+            threshold = (low + high) // 2
+        else:
+            threshold = low + (high - low) * (2 * (many - k) - 1) // (2 * (many - few))
+        threshold = min(max(threshold, low + 1), high - 1)
+    return low, many
+
+
+@_kernel
+def _list_reaching(values: Any, bits: Any, start: int, stop: int, threshold: int, indices: Any, written: int) -> int:
+    """Write the indices in ``values[start:stop]`` of all that reach `threshold`; the new `written`."""
+    mask: int
+    whole = stop - (stop - start) % GROUP
+    for i in range(start, whole, GROUP):
+        mask = mask_group(values, i, np.int32(threshold))[0]
+        while mask != 0:
+            indices[np.uint64(written)] = i + lowest_one(mask)  # unsigned: Numba checks nothing then
+            mask &= mask - 1
+            written += 1
+    for i in range(whole, stop):
+        if (bits[i] & MAGNITUDE_MASK) >= threshold:
+            indices[written] = i
+            written += 1
+    return written
+
+
+@_kernel
+def _list_above(bits: Any, start: int, stop: int, threshold: int, equal: int, indices: Any, written: int) -> int:
+    """Write the indices of all above `threshold` and of the first `equal` that are equal to it; the new `written`."""
     for i in range(start, stop):
         magnitude = bits[i] & MAGNITUDE_MASK
-        bins[magnitude >> SHIFT] = 0
-        candidates[count] = magnitude
-        count += magnitude >> SHIFT == place
-    threshold = kth_largest(candidates, count, k - above)
-    for j in range(count):
-        above += candidates[j] > threshold
-    return threshold, k - above
+        tie = magnitude == threshold and equal > 0
+        if magnitude > threshold or tie:
+            indices[written] = i
+            written += 1
+        equal -= tie
+    return written
 
 
 @_kernel
 def take_chunks(
-    residual: Any, bits: Any, added: Any, decay: Any, scale: Any, chunk: int, per_chunk: int, indices: Any, values: Any
-) -> int:
-    """``residual = decay * residual + scale * added``; take the largest of each chunk out, to `indices` and `values` (k + 1,).
+    residual: Any,
+    bits: Any,
+    added: Any,
+    decay: Any,
+    scale: Any,
+    chunk: int,
+    per_chunk: int,
+    guess: int,
+    first: int,
+    indices: Any,
+    values: Any,
+) -> tuple[int, int]:
+    """``residual = decay * residual + scale * added``; take the largest of each chunk out, to `indices` and `values`.
 
-    `bits` is the memory of `residual` as int32. A last chunk that is shorter gives its share, rounded up. Returns how many
-    were taken, -1 where a sum was not finite (earlier chunks have changed then).
+    `bits` is the memory of `residual` as int32; `first` is added to all indices. A last chunk that is shorter gives its share,
+    rounded up. Returns how many were taken, -1 where a sum was not finite (earlier chunks have changed then), and a `guess` of
+    the next threshold.
     """
-    bins, candidates = np.zeros(BINS, np.int32), np.empty(chunk + 1, np.int32)
     written = 0
     for start in range(0, residual.shape[0], chunk):
         stop = min(start + chunk, residual.shape[0])
         for i in range(start, stop):
             residual[i] = decay * residual[i] + scale * added[i]
+        if count_reaching(residual, bits, start, stop, INFINITY_BITS):
+            return -1, guess
         k = (per_chunk * (stop - start) + chunk - 1) // chunk
-        threshold, equal = _threshold(bits, start, stop, k, bins, candidates)
-        if threshold < 0:
-            return -1
-        first = written
-        for i in range(start, stop):
-            magnitude = bits[i] & MAGNITUDE_MASK
-            tie = magnitude == threshold and equal > 0
-            indices[written] = i
-            values[written] = residual[i]
-            written += magnitude > threshold or tie
-            equal -= tie
-        for j in range(first, written):
-            residual[indices[j]] = 0.0
-    return written
+        guess, many = find_threshold(residual, bits, start, stop, k, guess)
+        before = written
+        if many == k:
+            written = _list_reaching(residual, bits, start, stop, guess, indices, written)
+        else:
+            equal = k - count_reaching(residual, bits, start, stop, guess + 1)
+            written = _list_above(bits, start, stop, guess, equal, indices, written)
+        for j in range(np.uint64(before), np.uint64(written)):
+            index = np.uint64(indices[j])
+            values[j] = residual[index]
+            residual[index] = 0.0
+            indices[j] += first
+    return written, guess

@@ -23,6 +23,7 @@ from lightning_topt.communication.methods.demo.momentum import CosineMomentum
 from lightning_topt.communication.node.node_exchange import shard_bounds
 from lightning_topt.communication.selection.chunk_top_k import warm_up_chunks
 from lightning_topt.communication.selection.outcome import NonFiniteError, Selection
+from lightning_topt.communication.wire import warm_up_wire
 
 State = dict[str, dict[str, Tensor]]
 
@@ -126,6 +127,7 @@ class DecoupledExchange(BucketExchange):
         """Compile the selection and the packing."""
         if self.device.type == "cpu":
             warm_up_chunks()
+            warm_up_wire()
             if self.method.bits < HALF_BITS:
                 warm_up_levels(self.method.bits)
 

@@ -21,9 +21,10 @@ from typing_extensions import override
 from lightning_topt.basics.argument_checks import check_choice, check_real
 from lightning_topt.communication.exchange_method import VALUE_DTYPES
 from lightning_topt.communication.local_method import LocalMethod
-from lightning_topt.communication.outer_step import DenseMean, MeanOverRanks, Wait
-from lightning_topt.communication.selection import feedback_top_k
-from lightning_topt.communication.wire import MessageFormat
+from lightning_topt.communication.outer_gradient import OuterGradient
+from lightning_topt.communication.outer_step import DenseMean, EntriesMean, MeanOverRanks, OuterMean, Wait
+from lightning_topt.communication.selection import feedback_top_k, warm_up
+from lightning_topt.communication.wire import MessageFormat, warm_up_wire
 
 
 class SparseMean(MeanOverRanks):
@@ -37,16 +38,20 @@ class SparseMean(MeanOverRanks):
         super().__init__(group=group)
         self.form, self.decay = form, decay
         self.residual = torch.zeros(form.numel, device=device)
+        if device.type == "cpu":
+            warm_up()
+            warm_up_wire()
 
-    def mean(self, delta: Tensor, *, wait: Wait) -> Tensor:
-        """Return the mean, decoded in rank order."""
+    def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
+        """Return the mean of what was selected."""
         self.residual.mul_(self.decay)
-        chosen = feedback_top_k(delta, self.residual, self.form.k)
-        values = self.form.round(chosen.values)
-        self.residual.index_add_(0, chosen.indices, chosen.values - values.float())
-        message = torch.empty(self.form.nbytes, dtype=torch.uint8, device=delta.device)
-        self.form.pack(values, chosen.indices, out=message)
-        return self.gather_entries(delta, message, self.form.unpack, wait=wait)
+        chosen = feedback_top_k(gradient.whole(), self.residual, self.form.k)
+        message = torch.empty(self.form.nbytes, dtype=torch.uint8, device=self.residual.device)
+        self.form.pack(chosen.values, chosen.indices, out=message)
+        messages, work = self.gather(message)
+        self.residual.index_add_(0, chosen.indices, chosen.values - self.form.values(message))
+        wait(work)
+        return EntriesMean(messages, self.form.unpack)
 
 
 @dataclass(frozen=True, kw_only=True)

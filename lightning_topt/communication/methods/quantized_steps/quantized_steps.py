@@ -22,7 +22,8 @@ from typing_extensions import override
 from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.levels import GROUP, LevelFormat, check_bits, warm_up_levels
 from lightning_topt.communication.local_method import LocalMethod
-from lightning_topt.communication.outer_step import MeanOverRanks, Wait
+from lightning_topt.communication.outer_gradient import OuterGradient
+from lightning_topt.communication.outer_step import MeanOverRanks, OuterMean, Wait, WholeMean
 
 
 class QuantizedMean(MeanOverRanks):
@@ -39,18 +40,18 @@ class QuantizedMean(MeanOverRanks):
         if device.type == "cpu":
             warm_up_levels(bits)
 
-    def mean(self, delta: Tensor, *, wait: Wait) -> Tensor:
+    def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
         """Return the mean, added up in rank order."""
-        pending = torch.zeros(self.world_size * self.part, device=delta.device)
-        pending[: self.numel] = self.residual.add_(delta)
-        messages = torch.empty((self.world_size, self.form.nbytes), dtype=torch.uint8, device=delta.device)
+        pending = self.residual.new_zeros(self.world_size * self.part)
+        torch.add(self.residual, gradient.whole(), out=pending[: self.numel])
+        messages = torch.empty((self.world_size, self.form.nbytes), dtype=torch.uint8, device=pending.device)
         for message, part in zip(messages, torch.split(pending, self.part), strict=True):
             self.form.encode(part, out=message)
             part.sub_(self.form.decode(message))
         received = torch.empty_like(messages)
         self.count_ring(messages.nbytes, passes=2)
         wait(dist.all_to_all_single(received.view(-1), messages.view(-1), group=self.group, async_op=True))
-        total = torch.zeros(self.part, device=delta.device)
+        total = pending.new_zeros(self.part)
         for message in received:
             total.add_(self.form.decode(message))
         total.div_(self.world_size)
@@ -62,7 +63,7 @@ class QuantizedMean(MeanOverRanks):
         wait(ring_all_gather(messages, own, group=self.group))
         for message, part in zip(messages, torch.split(pending, self.part), strict=True):
             part.copy_(self.form.decode(message))
-        return delta.copy_(pending[: self.numel])
+        return WholeMean(pending[: self.numel])
 
 
 @dataclass(frozen=True, kw_only=True)

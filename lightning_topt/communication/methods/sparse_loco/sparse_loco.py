@@ -21,8 +21,12 @@ from lightning_topt.basics.argument_checks import check_real, check_whole
 from lightning_topt.communication.level_message import LevelMessage
 from lightning_topt.communication.levels import check_bits, warm_up_levels
 from lightning_topt.communication.local_method import LocalMethod
-from lightning_topt.communication.outer_step import MeanOverRanks, Wait
-from lightning_topt.communication.selection.chunk_top_k import Chunks, take_chunk_top_k, warm_up_chunks
+from lightning_topt.communication.outer_gradient import OuterGradient
+from lightning_topt.communication.outer_step import EntriesMean, MeanOverRanks, OuterMean, Wait
+from lightning_topt.communication.selection.chunk_top_k import Chunks, take_chunk_top_k_of_blocks, warm_up_chunks
+from lightning_topt.communication.wire import warm_up_wire
+
+BLOCK_ELEMENTS = 1 << 16  # of the outer gradient at a time, in the second-level cache
 
 
 class ChunkMean(MeanOverRanks):
@@ -35,19 +39,24 @@ class ChunkMean(MeanOverRanks):
     ) -> None:
         super().__init__(group=group)
         self.chunks, self.decay = chunks, decay
+        self.block = -(-BLOCK_ELEMENTS // chunks.chunk) * chunks.chunk if device.type == "cpu" else max(chunks.numel, 1)
         self.form = LevelMessage(chunks.numel, (chunks.k,), bits)
         self.residual = torch.zeros(chunks.numel, device=device)
         if device.type == "cpu":
             warm_up_chunks()
             warm_up_levels(bits)
+            warm_up_wire()
 
-    def mean(self, delta: Tensor, *, wait: Wait) -> Tensor:
-        """Return the mean, decoded in rank order."""
-        chosen = take_chunk_top_k(delta, self.residual, self.chunks, decay=self.decay)
-        message = torch.empty(self.form.nbytes, dtype=torch.uint8, device=delta.device)
+    def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
+        """Return the mean of what was selected."""
+        blocks = gradient.blocks(self.block)
+        chosen = take_chunk_top_k_of_blocks(blocks, self.residual, self.chunks, decay=self.decay)
+        message = torch.empty(self.form.nbytes, dtype=torch.uint8, device=self.residual.device)
         self.form.pack(chosen.values, chosen.indices, out=message)
+        messages, work = self.gather(message)
         self.residual.index_add_(0, chosen.indices, chosen.values - self.form.values(message))
-        return self.gather_entries(delta, message, self.form.unpack, wait=wait)
+        wait(work)
+        return EntriesMean(messages, self.form.unpack)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from lightning_topt.communication.levels import warm_up_levels
 from lightning_topt.communication.methods.top_k.top_k_options import TopKOptions
 from lightning_topt.communication.residual import BucketResidual, FeedbackRule, ResidualStore, State
 from lightning_topt.communication.selection import NonFiniteError, warm_up
-from lightning_topt.communication.wire import MessageFormat
+from lightning_topt.communication.wire import MessageFormat, warm_up_wire
 
 Form = MessageFormat | LevelMessage
 
@@ -78,6 +78,7 @@ class FeedbackExchange(BucketExchange):
         """Compile the selection."""
         if self.device.type == "cpu":
             warm_up()
+            warm_up_wire()
             if self.options.bits is not None:
                 warm_up_levels(self.options.bits)
 

@@ -86,19 +86,18 @@ class Twin:
 
     def _quantized(self, deltas):
         size = -(-NUMEL // (self.ranks * 128)) * 128
-        total, result = np.zeros(size * self.ranks), np.zeros(size * self.ranks)
+        places = [slice(rank * size, (rank + 1) * size) for rank in range(self.ranks)]
+        total, result = np.zeros(NUMEL), np.zeros(NUMEL)
         for rank, delta in enumerate(deltas):
-            pending = np.pad(self.residuals[rank] + delta, (0, size * self.ranks - NUMEL))
-            sent = np.concatenate([self._rounded(part) for part in np.split(pending, self.ranks)])
-            self.residuals[rank] = (pending - sent)[:NUMEL]
+            pending = self.residuals[rank] + delta
+            sent = np.concatenate([self._rounded(pending[place]) for place in places])
+            self.residuals[rank] = pending - sent
             total += sent
-        for rank, part in enumerate(np.split(total / self.ranks, self.ranks)):
-            place = slice(rank * size, (rank + 1) * size)
+        for rank, place in enumerate(places):
+            part = total[place] / self.ranks
             result[place] = self._rounded(part)
-            error = np.zeros(size * self.ranks)
-            error[place] = self.ranks * (part - result[place])
-            self.residuals[rank] += error[:NUMEL]
-        return result[:NUMEL]
+            self.residuals[rank][place] += self.ranks * (part - result[place])
+        return result
 
     def _rounded(self, values, group=GROUP):
         return LevelFormat(len(values), self.method.bits, group).round(torch.tensor(values).float()).double().numpy()

@@ -23,7 +23,26 @@ from lightning_topt.communication.collectives import ring_all_gather
 from lightning_topt.communication.levels import GROUP, LevelFormat, check_bits, warm_up_levels
 from lightning_topt.communication.local_method import LocalMethod
 from lightning_topt.communication.outer_gradient import OuterGradient
-from lightning_topt.communication.outer_step import MeanOverRanks, OuterMean, Wait, WholeMean
+from lightning_topt.communication.outer_step import MeanOverRanks, OuterMean, Wait
+
+BLOCK = 1 << 16  # elements of the outer gradient at a time, in the second-level cache
+
+
+@dataclass(frozen=True)
+class PartsMean:
+    """A mean in consecutive parts of `size` elements: one of `messages` (ranks, bytes) for each."""
+
+    messages: Tensor
+    forms: tuple[LevelFormat, ...]
+    size: int
+
+    def add_to(self, *targets: tuple[Tensor, float]) -> None:
+        """Add it to each target (n,), times the factor beside it."""
+        split = [torch.split(target, self.size) for target, _ in targets]
+        for message, form, *parts in zip(self.messages, self.forms, *split, strict=False):
+            values = form.decode(message)
+            for part, (_, factor) in zip(parts, targets, strict=True):
+                part.add_(values, alpha=factor)
 
 
 class QuantizedMean(MeanOverRanks):
@@ -33,37 +52,37 @@ class QuantizedMean(MeanOverRanks):
 
     def __init__(self, numel: int, *, bits: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
         super().__init__(group=group)
-        self.rank = dist.get_rank(group)
-        self.numel, self.part = numel, -(-numel // (self.world_size * GROUP)) * GROUP
-        self.form = LevelFormat(self.part, bits, GROUP)
+        self.size = -(-numel // (self.world_size * GROUP)) * GROUP
+        sizes = [min(max(numel - rank * self.size, 0), self.size) for rank in range(self.world_size)]
+        self.forms = tuple(LevelFormat(size, bits, GROUP) for size in sizes)
         self.residual = torch.zeros(numel, device=device)
         if device.type == "cpu":
             warm_up_levels(bits)
 
     def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
         """Return the mean, added up in rank order."""
-        pending = self.residual.new_zeros(self.world_size * self.part)
-        torch.add(self.residual, gradient.whole(), out=pending[: self.numel])
-        messages = torch.empty((self.world_size, self.form.nbytes), dtype=torch.uint8, device=pending.device)
-        for message, part in zip(messages, torch.split(pending, self.part), strict=True):
-            self.form.encode(part, out=message)
-            part.sub_(self.form.decode(message))
+        for block, pending in zip(gradient.blocks(BLOCK), torch.split(self.residual, BLOCK), strict=True):
+            pending.add_(block)
+        messages = self.residual.new_zeros((self.world_size, self.forms[0].nbytes), dtype=torch.uint8)
+        for message, form, part in zip(messages, self.forms, torch.split(self.residual, self.size), strict=False):
+            form.encode(part, out=message)
+            part.sub_(form.decode(message))
         received = torch.empty_like(messages)
         self.count_ring(messages.nbytes, passes=2)
         wait(dist.all_to_all_single(received.view(-1), messages.view(-1), group=self.group, async_op=True))
-        total = pending.new_zeros(self.part)
-        for message in received:
-            total.add_(self.form.decode(message))
-        total.div_(self.world_size)
-        own = torch.empty_like(messages[0])
-        self.form.encode(total, out=own)
-        error = total.sub_(self.form.decode(own)).mul_(self.world_size)
-        pending[self.rank * self.part : (self.rank + 1) * self.part].add_(error)
-        self.residual.copy_(pending[: self.numel])
-        wait(ring_all_gather(messages, own, group=self.group))
-        for message, part in zip(messages, torch.split(pending, self.part), strict=True):
-            part.copy_(self.form.decode(message))
-        return WholeMean(pending[: self.numel])
+        wait(ring_all_gather(messages, self._sum(received), group=self.group))
+        return PartsMean(messages, self.forms, self.size)
+
+    def _sum(self, received: Tensor) -> Tensor:
+        """The message of this rank's part of the mean; what rounding it takes away goes to the residual."""
+        rank = dist.get_rank(self.group)
+        form, part = self.forms[rank], self.residual[rank * self.size : (rank + 1) * self.size]
+        total, message = torch.zeros_like(part), torch.zeros_like(received[0])
+        for one in received:
+            total.add_(form.decode(one))
+        form.encode(total.div_(self.world_size), out=message)
+        part.add_(total.sub_(form.decode(message)), alpha=self.world_size)
+        return message
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,17 +41,23 @@ class WholeMean:
 
 @dataclass(frozen=True)
 class EntriesMean:
-    """The mean of some entries of each rank: `messages` (ranks, bytes), read by `unpack` when they are added, in rank order."""
+    """The mean of some entries of each rank, in consecutive parts of (n,).
 
-    messages: Tensor
-    unpack: Callable[[Tensor], Unpacked]
+    A part is its number of elements, all ranks' messages (ranks, bytes) and what reads one of them, when entries are added, in
+    rank order.
+    """
+
+    parts: Sequence[tuple[int, Tensor, Callable[[Tensor], Unpacked]]]
 
     def add_to(self, *targets: tuple[Tensor, float]) -> None:
         """Add it to each target (n,), times the factor beside it."""
-        for message in self.messages:
-            _, values, indices = self.unpack(message)
-            for target, factor in targets:
-                target.index_add_(0, indices, values, alpha=factor / len(self.messages))
+        start = 0
+        for size, messages, unpack in self.parts:
+            for message in messages:
+                _, values, indices = unpack(message)
+                for target, factor in targets:
+                    target[start : start + size].index_add_(0, indices, values, alpha=factor / len(messages))
+            start += size
 
 
 class MeanOverRanks(ABC):

@@ -102,42 +102,30 @@ def _list_above(bits: Any, start: int, stop: int, threshold: int, equal: int, in
 
 @_kernel
 def take_chunks(
-    residual: Any,
-    bits: Any,
-    added: Any,
-    decay: Any,
-    scale: Any,
-    chunk: int,
-    per_chunk: int,
-    guess: int,
-    first: int,
-    indices: Any,
-    values: Any,
-) -> tuple[int, int]:
-    """``residual = decay * residual + scale * added``; take the largest of each chunk out, to `indices` and `values`.
+    residual: Any, bits: Any, added: Any, decay: Any, scale: Any, chunk: int, per_chunk: int, indices: Any, values: Any
+) -> int:
+    """``residual = decay * residual + scale * added``; take the largest of each chunk out, to `indices` and `values` (k,).
 
-    `bits` is the memory of `residual` as int32; `first` is added to all indices. A last chunk that is shorter gives its share,
-    rounded up. Returns how many were taken, -1 where a sum was not finite (earlier chunks have changed then), and a `guess` of
-    the next threshold.
+    `bits` is the memory of `residual` as int32. A last chunk that is shorter gives its share, rounded up. Returns how many
+    were taken, -1 where a sum was not finite (earlier chunks have changed then).
     """
-    written = 0
+    written = threshold = 0
     for start in range(0, residual.shape[0], chunk):
         stop = min(start + chunk, residual.shape[0])
         for i in range(start, stop):
             residual[i] = decay * residual[i] + scale * added[i]
         if count_reaching(residual, bits, start, stop, INFINITY_BITS):
-            return -1, guess
+            return -1
         k = (per_chunk * (stop - start) + chunk - 1) // chunk
-        guess, many = find_threshold(residual, bits, start, stop, k, guess)
-        before = written
+        threshold, many = find_threshold(residual, bits, start, stop, k, threshold)
+        first = written
         if many == k:
-            written = _list_reaching(residual, bits, start, stop, guess, indices, written)
+            written = _list_reaching(residual, bits, start, stop, threshold, indices, written)
         else:
-            equal = k - count_reaching(residual, bits, start, stop, guess + 1)
-            written = _list_above(bits, start, stop, guess, equal, indices, written)
-        for j in range(np.uint64(before), np.uint64(written)):
+            equal = k - count_reaching(residual, bits, start, stop, threshold + 1)
+            written = _list_above(bits, start, stop, threshold, equal, indices, written)
+        for j in range(np.uint64(first), np.uint64(written)):
             index = np.uint64(indices[j])
             values[j] = residual[index]
             residual[index] = 0.0
-            indices[j] += first
-    return written, guess
+    return written

@@ -6,7 +6,6 @@ bits, and rows are independent. DeMo (arXiv 2411.19870) and SparseLoCo (arXiv 25
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,36 +57,19 @@ def take_chunk_top_k(
     Returns values (k,) float32 and indices (k,) int32, ascending; of equal magnitudes the first on a CPU. Raises NonFiniteError
     where `added` has a NaN or an infinity; the residual is then as before.
     """
+    assert added.numel() == residual.numel() == chunks.numel
     if not bool(torch.isfinite(added.sum(dtype=torch.float32))) and not bool(torch.isfinite(added).all()):
         raise NonFiniteError("gradient that is not finite")
-    return take_chunk_top_k_of_blocks([added], residual, chunks, decay=decay, scale=scale)
-
-
-def take_chunk_top_k_of_blocks(
-    blocks: Iterable[Tensor], residual: Tensor, chunks: Chunks, *, decay: float = 1.0, scale: float = 1.0
-) -> Selection:
-    """Do the same with `added` in consecutive pieces, which are read once and may share memory.
-
-    Each has whole chunks but the last one; all are finite. Raises NonFiniteError where a sum is not; the residual has
-    changed then.
-    """
-    if residual.device.type != "cpu":
-        return _take_on_device(
-            torch.cat([block.clone() for block in blocks]), residual, chunks, decay=decay, scale=scale
-        )
-    indices, values = np.empty(chunks.k, np.int32), np.empty(chunks.k, np.float32)
-    start = taken = guess = 0
-    for block in blocks:
-        kept = residual[start : start + block.numel()].numpy()
-        added = block.detach().float().contiguous().numpy()
-        count, guess = take_chunks(
-            kept, kept.view(np.int32), added, np.float32(decay), np.float32(scale), chunks.chunk, chunks.per_chunk, guess,
-            start, indices[taken:], values[taken:],
-        )  # fmt: skip
-        if count < 0:
-            raise NonFiniteError("sum of gradients that is not finite")
-        start, taken = start + block.numel(), taken + count
-    assert start == chunks.numel == residual.numel() and taken == chunks.k
+    if added.device.type != "cpu":
+        return _take_on_device(added, residual, chunks, decay=decay, scale=scale)
+    indices, values, array = np.empty(chunks.k, np.int32), np.empty(chunks.k, np.float32), residual.numpy()
+    taken = take_chunks(
+        array, array.view(np.int32), added.detach().float().contiguous().numpy(), np.float32(decay), np.float32(scale),
+        chunks.chunk, chunks.per_chunk, indices, values,
+    )  # fmt: skip
+    if taken < 0:
+        raise NonFiniteError("sum of gradients that is not finite")
+    assert taken == chunks.k
     return Selection(torch.from_numpy(values), torch.from_numpy(indices))
 
 

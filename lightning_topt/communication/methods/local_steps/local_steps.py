@@ -51,7 +51,7 @@ class SparseMean(MeanOverRanks):
         messages, work = self.gather(message)
         self.residual.index_add_(0, chosen.indices, chosen.values - self.form.values(message))
         wait(work)
-        return EntriesMean(messages, self.form.unpack)
+        return EntriesMean([(self.form.numel, messages, self.form.unpack)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_topt.communication import LocalSteps, OuterSteps, QuantizedSteps, SparseLoCo
 from lightning_topt.communication.level_message import LevelMessage
 from lightning_topt.communication.levels import GROUP, LevelFormat
+from lightning_topt.communication.methods.sparse_loco import sparse_loco
 from lightning_topt.communication.outer_gradient import OuterGradient
 from lightning_topt.communication.topology import Topology
 from tests.launch import run_ranks
@@ -42,7 +43,8 @@ def _local_step(parameters, gradient):
             parameter.mul_(0.9).sub_(0.1 * part.view(SHAPES[name]))
 
 
-def _train(rank, method):
+def _train(rank, method, part=sparse_loco.PART):
+    sparse_loco.PART = part  # elements of SparseLoCo's parts
     parameters = _initial(seed=rank)  # only those of rank 0 count
     outer = OuterSteps(parameters.items(), method)
     for step in range(STEPS):
@@ -59,8 +61,8 @@ def _flat(parameters):
 class Twin:
     """All ranks in one process: sorting and plain loops, float64."""
 
-    def __init__(self, method, ranks):
-        self.method, self.ranks = method, ranks
+    def __init__(self, method, ranks, part):
+        self.method, self.ranks, self.part = method, ranks, part
         self.residuals = [np.zeros(NUMEL) for _ in range(ranks)]
 
     def mean(self, deltas):
@@ -79,7 +81,9 @@ class Twin:
                 taken = -(-k * len(part) // chunk)
                 places.extend(start + np.sort(np.argsort(-part)[:taken]))
             sent = np.zeros(NUMEL)
-            sent[places] = self._rounded(pending[places], group=LevelMessage.group)
+            for start in range(0, NUMEL, self.part):  # groups of values begin anew in each part
+                those = [place for place in places if start <= place < start + self.part]
+                sent[those] = self._rounded(pending[those], group=LevelMessage.group)
             self.residuals[rank] = pending - sent
             total += sent
         return total / self.ranks
@@ -103,8 +107,8 @@ class Twin:
         return LevelFormat(len(values), self.method.bits, group).round(torch.tensor(values).float()).double().numpy()
 
 
-def _twin(method, ranks):
-    theta, momentum, twin = _flat(_initial(seed=0)).double().numpy(), np.zeros(NUMEL), Twin(method, ranks)
+def _twin(method, ranks, part=NUMEL):
+    theta, momentum, twin = _flat(_initial(seed=0)).double().numpy(), np.zeros(NUMEL), Twin(method, ranks, part)
     replicas = [theta.copy() for _ in range(ranks)]
     for step in range(STEPS):
         replicas = [0.9 * own - 0.1 * _gradient(rank, step).numpy() for rank, own in enumerate(replicas)]
@@ -125,6 +129,17 @@ def test_equals_the_slow_twin(method):
         np.testing.assert_allclose(parameters, theta, atol=2e-3)  # another order of a sum may round another way
         np.testing.assert_allclose(residual, residuals[rank], atol=2e-3)
         assert 0 < statistics.bytes_sent < 0.25 * statistics.dense_bytes
+
+
+@pytest.mark.parametrize("part", [64, 128])  # of chunks of 64: five parts, three
+def test_parts_equal_the_slow_twin(part):
+    method = SparseLoCo(every=3, density=0.2, chunk=64, outer_momentum=0.5)
+    results = run_ranks(_train, 3, method, part)
+    theta, residuals = _twin(method, 3, part)
+    for rank, (parameters, residual, _) in enumerate(results):
+        assert torch.equal(parameters, results[0][0])
+        np.testing.assert_allclose(parameters, theta, atol=1e-5)
+        np.testing.assert_allclose(residual, residuals[rank], atol=1e-5)
 
 
 def _conserved(rank, method):

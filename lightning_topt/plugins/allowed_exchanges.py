@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import lightning.pytorch as pl
@@ -71,28 +72,42 @@ def exchanges_of_run(allowed: AllowedExchanges, trainer: pl.Trainer) -> list[Gra
         return []
     candidates = list(allowed.candidates)
     if allowed.only_what_holds:
-        candidates = what_holds(candidates, optimizers_of(trainer)[0])
+        candidates = what_holds(candidates, optimizers_of(trainer)[0], steps=steps_of_fit(trainer))
     if trainer.num_nodes > 1:
         return candidates
     one_node = Topology(1, 2, 0)  # how many ranks it has decides nothing
     return [*itertools.chain.from_iterable(method.choices(one_node) for method in candidates)]
 
 
-def what_holds(candidates: Sequence[GradientMethod], optimizers: Sequence[Optimizer]) -> list[GradientMethod]:
-    """Return the candidates under which `optimizers` end about where they do with whole gradients; say which do not."""
+def what_holds(
+    candidates: Sequence[GradientMethod], optimizers: Sequence[Optimizer], *, steps: float
+) -> list[GradientMethod]:
+    """Return the candidates under which `optimizers` end `steps` about where they do with whole gradients; say which do not."""
     adaptive = [type(optimizer).__name__ for optimizer in optimizers if is_adaptive(optimizer)]
-    left_out = [method for method in candidates if adaptive and not method.holds_under_adam]
-    if left_out:
-        rank_zero_info(
-            f"topt: {' and '.join(method.words for method in left_out)} was not searched: training with {adaptive[0]} ends "
-            "worse under it than with whole gradients (docs/compression.md). To search it all the same, say "
-            f"allow_compression={[method.name for method in left_out]}"
-        )
-    held = [method for method in candidates if method not in left_out]
-    for method in held:
-        if adaptive and (needs := method.needs_under_adam):
+    if not adaptive:
+        return list(candidates)
+    held = []
+    for method in candidates:
+        least = method.steps_under_adam
+        if least is None or least > steps:
+            which = "training" if least is None else f"fewer than {least} steps"
+            rank_zero_info(
+                f"topt: {method.words} was not searched: {which} with {adaptive[0]} may end worse under it than with whole "
+                f"gradients (docs/compression.md). To search it all the same, say allow_compression=[{_written(method)}]"
+            )
+            continue
+        held.append(method)
+        if needs := method.needs_under_adam:
             rank_zero_info(f"topt: {method.words} is searched; {adaptive[0]} needs {needs} (docs/compression.md)")
     return held
+
+
+def steps_of_fit(trainer: pl.Trainer) -> float:
+    """Return the optimizer's steps of this fit; infinity where nothing ends it, or its data are not there yet."""
+    if trainer.train_dataloader is None:
+        return trainer.max_steps if trainer.max_steps >= 0 else math.inf
+    steps = trainer.estimated_stepping_batches
+    return steps if steps >= 0 else math.inf
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
@@ -116,6 +131,12 @@ def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer) -> None:
                 f"this plan has a gradient exchange, which takes float32, bfloat16 and float16, and {name} is "
                 f"{parameter.dtype}: choose another precision, or remove gradient_exchange from the plan"
             )
+
+
+def _written(method: GradientMethod) -> dict[str, Any]:
+    """The shortest mapping that is read as `method`."""
+    changed = {f.name: getattr(method, f.name) for f in fields(method) if getattr(method, f.name) != f.default}
+    return {"method": method.name, **changed}
 
 
 def _read(entry: Any) -> GradientMethod:

@@ -231,7 +231,7 @@ def test_density_of_all_together():
     assert replace(method, hierarchical=False).on(Topology(2, 2, 0)).density == pytest.approx(0.04)
     assert TopK(density=0.5).on(Topology(2, 2, 0)) == TopK(density=0.5)
     assert read_method(method.as_mapping()) == method
-    assert [TopK(density=d).holds_under_adam for d in (None, 0.2, 0.01)] == [True, True, False]
+    assert [TopK(density=d).steps_under_adam is not None for d in (None, 0.2, 0.01)] == [True, True, False]
     assert method.density_at(0) == 1
     with pytest.raises(ValueError, match="depends on the number of ranks"):
         method.density_at(1)

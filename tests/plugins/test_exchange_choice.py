@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from ast import literal_eval
 from dataclasses import replace
 from functools import partial
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication import BF16, DeMo, Dense, PowerSGD, Sign, TopK
@@ -16,7 +20,7 @@ from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
 from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins import allowed_exchanges
-from lightning_topt.plugins.allowed_exchanges import DEFAULT_CANDIDATES, AllowedExchanges
+from lightning_topt.plugins.allowed_exchanges import DEFAULT_CANDIDATES, AllowedExchanges, steps_of_fit
 from tests.costs.graphs import profile_of, random_graph
 
 EXCHANGES = (
@@ -94,13 +98,55 @@ def test_what_holds_depends_on_the_optimizer(optimizer, held, monkeypatch):
     said = []
     monkeypatch.setattr(allowed_exchanges, "rank_zero_info", said.append)
     made = [optimizer([torch.nn.Parameter(torch.zeros(3))], lr=0.1)]
-    assert tuple(allowed_exchanges.what_holds(DEFAULT_CANDIDATES, made)) == held
+    assert tuple(allowed_exchanges.what_holds(DEFAULT_CANDIDATES, made, steps=math.inf)) == held
     if held == DEFAULT_CANDIDATES:
         assert not said
     else:
         left_out, needs = said
-        assert "top-k 1 % was not searched" in left_out and "['topk']" in left_out
+        assert "top-k 1 % was not searched: training with" in left_out and "[{'method': 'topk'}]" in left_out
         assert "2 bits is searched" in needs and "a learning rate that rises for 100 steps or more" in needs
+
+
+def test_what_holds_depends_on_the_length_of_the_training(monkeypatch):
+    said = []
+    monkeypatch.setattr(allowed_exchanges, "rank_zero_info", said.append)
+    made = [torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], lr=0.1)]
+    few = DEFAULT_CANDIDATES[1]
+    assert allowed_exchanges.what_holds([few, BF16()], made, steps=few.steps_under_adam) == [few, BF16()]
+    assert allowed_exchanges.what_holds([few, BF16()], made, steps=few.steps_under_adam - 1) == [BF16()]
+    assert f"fewer than {few.steps_under_adam} steps with AdamW" in said[-1]
+    assert AllowedExchanges.read([literal_eval(said[-1].split("allow_compression=[")[1][:-1])]).candidates == (few,)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_steps": 7}, 7),
+        ({"max_epochs": 3}, 6),
+        ({"max_epochs": 3, "max_steps": 5, "accumulate_grad_batches": 2}, 3),
+        ({"max_epochs": -1}, math.inf),
+    ],
+)
+def test_steps_of_a_fit(options, steps):
+    found = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            found.append(steps_of_fit(trainer))
+            trainer.should_stop = True
+
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(
+        accelerator="cpu", limit_train_batches=2, limit_val_batches=0, callbacks=[Look()], **quiet, **options
+    )
+    assert steps_of_fit(trainer) == options.get("max_steps", math.inf)  # its data are not there yet
+    trainer.fit(BoringModel())
+    assert found[0] == steps
 
 
 def test_a_plan_cannot_have_signs_for_gradients():

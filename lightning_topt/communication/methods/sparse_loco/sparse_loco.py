@@ -26,10 +26,8 @@ from lightning_topt.communication.outer_step import EntriesMean, MeanOverRanks, 
 from lightning_topt.communication.selection.chunk_top_k import Chunks, take_chunk_top_k, warm_up_chunks
 from lightning_topt.communication.wire import warm_up_wire
 
-PART = (
-    1 << 21
-)  # elements on a CPU: 8 MB stay in the last cache from their selection until what rounding took is put back
-DEVICE_PART = 1 << 28  # elsewhere: indices are int32
+# Elements of a part: on a CPU 8 MB, in the last cache until what rounding took is put back; elsewhere, what int32 counts.
+PART, DEVICE_PART = 1 << 21, 1 << 28
 
 
 class ChunkMean(MeanOverRanks):

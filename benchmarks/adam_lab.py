@@ -54,6 +54,9 @@ METHODS: dict[str, Contender] = {
     "DeMo 1 %, 2 bits": Contender({"method": "demo"}),
     "SparseLoCo, 15 steps": Contender({"method": "sparse_loco"}, timed=33, rates=HIGH),
     "SparseLoCo, 5 steps, 10 %": Contender({"method": "sparse_loco", "every": 5, "density": 0.1}, timed=18, rates=HIGH),
+    "SparseLoCo, 5 steps, 10 %, decay 0.8": Contender(
+        {"method": "sparse_loco", "every": 5, "density": 0.1, "residual_decay": 0.8}, timed=18, rates=HIGH
+    ),
     "4 bits, 8 steps": Contender(
         {"method": "quantized_steps", "outer_learning_rate": 0.7, "outer_momentum": 0.6}, timed=19
     ),

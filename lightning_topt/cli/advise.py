@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -175,7 +176,7 @@ def _compressed(at: Found, search: SearchRequest, request: PlanRequest) -> tuple
     """Uniform plans with whole gradients that fit, compressed or not; why there are none."""
     if search.mesh is not None or at.scenario.devices == 1:
         return [], "it is for gradients that data ranks exchange, on a mesh that is not given"
-    candidates = AllowedExchanges.read(True).candidates
+    candidates = AllowedExchanges.read(True).held(search.optimizer, steps=math.inf, say=False)
     asked = replace(search, exchanges=candidates, split=None, pipelines=None, stale=None, shards=False)
     try:
         found = search_plans(asked)

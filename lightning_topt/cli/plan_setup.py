@@ -26,6 +26,7 @@ from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.meta_build import build_on_meta
 from lightning_topt.plan.plan_search import local_graphs
 from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plugins.allowed_exchanges import steps_of_fit
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import make_fake_optimizers
@@ -97,7 +98,7 @@ class PlanSetup:
         on ranks of torchrun that have nothing more to do.
         """
         if request.cluster is not None:
-            return asked(cluster=request.cluster, optimizer=self._optimizer)
+            return self._of_what_holds(asked(cluster=request.cluster, optimizer=self._optimizer), request)
         accelerator = "cpu" if self.strategy.root_device.type == "cpu" else "cuda"
         measured = run_on_ranks(_measure, asked, self.model, accelerator=accelerator, devices=self.trainer.num_devices)
         if measured is None:
@@ -105,7 +106,11 @@ class PlanSetup:
         search = asked(**measured.costs)
         if search.split is not None and measured.captured is not None:
             search.split.take_over(measured.captured)
-        return search
+        return self._of_what_holds(search, request)
+
+    def _of_what_holds(self, search: SearchRequest, request: PlanRequest) -> SearchRequest:
+        held = request.allowed.held(search.optimizer, steps=steps_of_fit(self.trainer))
+        return dataclasses.replace(search, exchanges=held)
 
     @functools.cached_property
     def _optimizer(self) -> OptimizerProfile:

@@ -30,6 +30,9 @@ from lightning_topt.costs.timing import time_call
 from lightning_topt.graph.no_trace import kept_objects
 from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, is_one_of
 
+# Options of Adam and its kin, Adafactor, Adagrad, Adadelta, RMSprop.
+_ADAPTIVE = {"betas", "beta2_decay", "initial_accumulator_value", "rho", "centered"}
+
 
 @dataclass(frozen=True)
 class OptimizerProfile:
@@ -37,7 +40,8 @@ class OptimizerProfile:
 
     `elementwise`: slices of parameters may be updated by different ranks (ZeRO 2 and 3 are exact). `by_parameter`:
     whole parameters may (ZeRO 1). `seconds_per_element` holds measurements by parameter name, if there are any
-    (`measure_update_seconds`). `probes` are what trial steps have shown, by the name of each trained parameter.
+    (`measure_update_seconds`). `probes` are what trial steps have shown, by the name of each trained parameter. `adaptive`: one
+    of them divides by running means of squares, as Adam does.
     """
 
     name: str
@@ -46,6 +50,7 @@ class OptimizerProfile:
     updates: Mapping[str, ParameterUpdate]
     seconds_per_element: Mapping[str, float] = field(default_factory=dict)
     probes: Mapping[str, Probe] = field(default_factory=dict, compare=False)
+    adaptive: bool = False
 
     @cached_property
     def kinds(self) -> dict[str, int]:
@@ -134,7 +139,13 @@ def read_optimizer(
         by_parameter=all(is_one_of(optimizer, BY_PARAMETER) for optimizer in optimizers),
         updates=updates,
         probes=by_name,
+        adaptive=any(map(is_adaptive, optimizers)),
     )
+
+
+def is_adaptive(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer divides by running means of squares, as Adam does; known by the options of its groups."""
+    return any(not _ADAPTIVE.isdisjoint(group) for group in optimizer.param_groups)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from lightning_topt.frontier.mesh_frontier import search_meshes
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.plan_batch import PlanBatch, Rows
 from lightning_topt.techniques.plan_costs import PlanCosts
-from lightning_topt.techniques.technique import Neighbours
+from lightning_topt.techniques.technique import Neighbours, Technique
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,19 @@ class Choices:
             name: min(configs, key=lambda config: (config.storage.level == 0, config.storage.level))
             for name, configs in self.configs.items()
         }
+
+    @cached_property
+    def rarer(self) -> dict[Technique, set[str]]:
+        """The techniques that only other plans than `most` have, and the blocks that may have them."""
+        found: dict[Technique, set[str]] = {}
+        usual = {t for config in self.most.values() for t in self.costs.techniques(config)}
+        of_list: dict[int, set[Technique]] = {}
+        for name, configs in self.configs.items():
+            if id(configs) not in of_list:
+                of_list[id(configs)] = {t for config in configs for t in self.costs.techniques(config)} - usual
+            for technique in of_list[id(configs)]:
+                found.setdefault(technique, set()).add(name)
+        return found
 
     @cached_property
     def bytes(self) -> dict[int, BlockBytes]:
@@ -228,7 +241,11 @@ class Chain:
     @property
     def _fixed_bytes(self) -> Array:
         """Bytes of the root and of what all blocks keep together (phase,)."""
-        together = self.costs.step.phases.add_up(self.costs.plan_lifetimes({**self.choices.most, ROOT: self.root}))
+        step, usual = self.costs.step, {**self.choices.most, ROOT: self.root}
+        together = step.phases.add_up(self.costs.plan_lifetimes(usual))
+        for technique, blocks in self.choices.rarer.items():
+            if technique not in self.costs.techniques(self.root):
+                together = together + step.phases.add_up(technique.plan_lifetimes(step, blocks))
         return together + self.costs.block_memory(ROOT, self.root, self.choices.neighbours(ROOT, self.root))
 
     def _columns(self, k: int, beside: Array, root: Array) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
-from torch.optim import Optimizer
 
 from lightning_topt.communication.exchange_method import ByNodes, ExchangeMethod, GradientMethod
 from lightning_topt.communication.method_registry import gradient_methods
@@ -18,14 +17,12 @@ from lightning_topt.communication.methods.half import BF16
 from lightning_topt.communication.methods.top_k import TopK
 from lightning_topt.communication.selection.top_k import DTYPES
 from lightning_topt.communication.topology import Topology
+from lightning_topt.costs.optimizer import OptimizerProfile
 from lightning_topt.plan.gradient_exchange import read_exchange
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
-from lightning_topt.plugins.planning import optimizers_of
 
 Allow = bool | str | Mapping[str, Any] | ExchangeMethod | Sequence[str | Mapping[str, Any] | ExchangeMethod]
 DEFAULT_CANDIDATES = (TopK(), TopK(density=None, bits=2), BF16())
-# Options of Adam and its kin, Adafactor, Adagrad, Adadelta, RMSprop.
-_ADAPTIVE = {"betas", "beta2_decay", "initial_accumulator_value", "rho", "centered"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,20 @@ class AllowedExchanges:
             raise ValueError("allow_compression is an empty list: name an exchange, or set it to false or true")
         return cls(tuple(dict.fromkeys(candidates)), tuple(dict.fromkeys(method.name for method in candidates)))
 
+    def held(self, optimizer: OptimizerProfile, *, steps: float, say: bool = True) -> tuple[GradientMethod, ...]:
+        """Return the candidates to search for a training of so many `steps`; `say` which are left out, and what others need."""
+        if not self.only_what_holds or not optimizer.adaptive:
+            return self.candidates
+        held = tuple(m for m in self.candidates if m.steps_under_adam is not None and m.steps_under_adam <= steps)
+        for method in self.candidates if say else ():
+            if method not in held:
+                rank_zero_info(_left_out(method, optimizer.name))
+            elif needs := method.needs_under_adam:
+                rank_zero_info(
+                    f"topt: {method.words} is searched; {optimizer.name} needs {needs} (docs/compression.md)"
+                )
+        return held
+
     def check(self, plan: ParallelPlan) -> None:
         """Raise PlanError where `plan` compresses gradients in a way that is not allowed."""
         exchange = plan.gradient_exchange
@@ -66,40 +77,17 @@ class AllowedExchanges:
         )
 
 
-def exchanges_of_run(allowed: AllowedExchanges, trainer: pl.Trainer) -> list[GradientMethod]:
+def exchanges_of_run(
+    allowed: AllowedExchanges, trainer: pl.Trainer, optimizer: OptimizerProfile
+) -> list[GradientMethod]:
     """Return the candidates that this run can have, whatever nodes the description of its cluster has."""
     if any(p.requires_grad and p.dtype not in DTYPES for p in trainer.lightning_module.parameters()):
         return []
-    candidates = list(allowed.candidates)
-    if allowed.only_what_holds:
-        candidates = what_holds(candidates, optimizers_of(trainer)[0], steps=steps_of_fit(trainer))
+    candidates = allowed.held(optimizer, steps=steps_of_fit(trainer))
     if trainer.num_nodes > 1:
-        return candidates
+        return [*candidates]
     one_node = Topology(1, 2, 0)  # how many ranks it has decides nothing
     return [*itertools.chain.from_iterable(method.choices(one_node) for method in candidates)]
-
-
-def what_holds(
-    candidates: Sequence[GradientMethod], optimizers: Sequence[Optimizer], *, steps: float
-) -> list[GradientMethod]:
-    """Return the candidates under which `optimizers` end `steps` about where they do with whole gradients; say which do not."""
-    adaptive = [type(optimizer).__name__ for optimizer in optimizers if is_adaptive(optimizer)]
-    if not adaptive:
-        return list(candidates)
-    held = []
-    for method in candidates:
-        least = method.steps_under_adam
-        if least is None or least > steps:
-            which = "training" if least is None else f"fewer than {least} steps"
-            rank_zero_info(
-                f"topt: {method.words} was not searched: {which} with {adaptive[0]} may end worse under it than with whole "
-                f"gradients (docs/compression.md). To search it all the same, say allow_compression=[{_written(method)}]"
-            )
-            continue
-        held.append(method)
-        if needs := method.needs_under_adam:
-            rank_zero_info(f"topt: {method.words} is searched; {adaptive[0]} needs {needs} (docs/compression.md)")
-    return held
 
 
 def steps_of_fit(trainer: pl.Trainer) -> float:
@@ -108,11 +96,6 @@ def steps_of_fit(trainer: pl.Trainer) -> float:
         return trainer.max_steps if trainer.max_steps >= 0 else math.inf
     steps = trainer.estimated_stepping_batches
     return steps if steps >= 0 else math.inf
-
-
-def is_adaptive(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer divides by running means of squares, as Adam does; known by the options of its groups."""
-    return any(not _ADAPTIVE.isdisjoint(group) for group in optimizer.param_groups)
 
 
 def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer) -> None:
@@ -131,6 +114,15 @@ def check_exchange_of_run(plan: ParallelPlan, trainer: pl.Trainer) -> None:
                 f"this plan has a gradient exchange, which takes float32, bfloat16 and float16, and {name} is "
                 f"{parameter.dtype}: choose another precision, or remove gradient_exchange from the plan"
             )
+
+
+def _left_out(method: GradientMethod, optimizer: str) -> str:
+    least = method.steps_under_adam
+    which = "training" if least is None else f"fewer than {least} steps"
+    return (
+        f"topt: {method.words} was not searched: {which} with {optimizer} may end worse under it than with whole gradients "
+        f"(docs/compression.md). To search it all the same, say allow_compression=[{_written(method)}]"
+    )
 
 
 def _written(method: GradientMethod) -> dict[str, Any]:

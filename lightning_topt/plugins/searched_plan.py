@@ -135,7 +135,7 @@ def search_request(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph, co
         device_counts=(ranks,),
         global_batch_size=graph.batch_size * ranks,
         shards=needs_whole_parameters(request, trainer, graph) is None,
-        exchanges=exchanges_of_run(request.allowed, trainer),
+        exchanges=exchanges_of_run(request.allowed, trainer, costs.optimizer),
         kernel_seconds=costs.kernel_seconds,
         returns_memory=request.saves_memory,
         max_seconds=_SEARCH_SECONDS,

@@ -181,6 +181,14 @@ def test_plans_may_compress_gradients_where_the_command_line_allows_it(tmp_path)
     assert plan.gradient_exchange == TopK(density=0.001, hierarchical=False)
     refused = topt("train", *TINY, f"strategy.plan={tmp_path}/plan/plan.yaml", folder=tmp_path)
     assert refused.returncode == 2 and "allow_compression=True" in refused.stderr
+    anything = ["strategy.allow_compression=true", "trainer.max_steps=100", f"hydra.run.dir={tmp_path}/what_holds"]
+    result = topt("plan", *TINY, *slow, *anything, folder=tmp_path)
+    said = " ".join((finished(result) + result.stderr).split())
+    assert (
+        "top-k 1 % was not searched: training with AdamW" in said
+        and "fewer than" in said
+        and "gradients top-k" not in said
+    )
 
 
 @pytest.fixture(scope="module")

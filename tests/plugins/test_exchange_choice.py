@@ -16,6 +16,7 @@ from lightning_topt import AutoParallelStrategy
 from lightning_topt.communication import BF16, DeMo, Dense, PowerSGD, Sign, TopK
 from lightning_topt.communication.method_registry import gradient_methods
 from lightning_topt.costs.cluster import Cluster, Device, Link
+from lightning_topt.costs.optimizer import read_optimizer
 from lightning_topt.plan.parallel_plan import PlanError, uniform_plan
 from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.search_request import SearchRequest
@@ -97,25 +98,34 @@ def test_forms_of_the_permission(allow, candidates, methods):
 def test_what_holds_depends_on_the_optimizer(optimizer, held, monkeypatch):
     said = []
     monkeypatch.setattr(allowed_exchanges, "rank_zero_info", said.append)
-    made = [optimizer([torch.nn.Parameter(torch.zeros(3))], lr=0.1)]
-    assert tuple(allowed_exchanges.what_holds(DEFAULT_CANDIDATES, made, steps=math.inf)) == held
+    assert AllowedExchanges.read(True).held(profile_of_optimizer(optimizer), steps=math.inf) == held
     if held == DEFAULT_CANDIDATES:
         assert not said
     else:
         left_out, needs = said
         assert "top-k 1 % was not searched: training with" in left_out and "[{'method': 'topk'}]" in left_out
         assert "2 bits is searched" in needs and "a learning rate that rises for 100 steps or more" in needs
+    said.clear()
+    named = AllowedExchanges.read(["topk"])
+    assert named.held(profile_of_optimizer(optimizer), steps=1) == (TopK(),) and not said
+
+
+def profile_of_optimizer(make):
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    return read_optimizer([make([parameter], lr=0.1)], named_parameters=[("weight", parameter)])
 
 
 def test_what_holds_depends_on_the_length_of_the_training(monkeypatch):
-    said = []
+    said, allowed, few = [], AllowedExchanges.read(True), DEFAULT_CANDIDATES[1]
     monkeypatch.setattr(allowed_exchanges, "rank_zero_info", said.append)
-    made = [torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], lr=0.1)]
-    few = DEFAULT_CANDIDATES[1]
-    assert allowed_exchanges.what_holds([few, BF16()], made, steps=few.steps_under_adam) == [few, BF16()]
-    assert allowed_exchanges.what_holds([few, BF16()], made, steps=few.steps_under_adam - 1) == [BF16()]
+    optimizer = profile_of_optimizer(torch.optim.AdamW)
+    assert allowed.held(optimizer, steps=few.steps_under_adam) == (few, BF16())
+    assert allowed.held(optimizer, steps=few.steps_under_adam - 1) == (BF16(),)
     assert f"fewer than {few.steps_under_adam} steps with AdamW" in said[-1]
-    assert AllowedExchanges.read([literal_eval(said[-1].split("allow_compression=[")[1][:-1])]).candidates == (few,)
+    entry = literal_eval(said[-1].split("allow_compression=[")[1][:-1])
+    assert AllowedExchanges.read([entry]).candidates == (few,)
+    said.clear()
+    assert allowed.held(optimizer, steps=1, say=False) == (BF16(),) and not said
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def _introduction() -> str:
         f"A byte-level GPT of {model.numel} parameters ({model.layers} layers, hidden {model.hidden}), AdamW, 8 sequences of "
         f"{model.seq_len} bytes in all per step, 5 seeds: bits per byte on validation text. Ranks are simulated (each has "
         "its own samples and its own gradient). Traffic: bytes sent by a rank, as a share of what float32 all-reduces in every "
-        "step send. Each method at its best learning rate of those below, after equally many steps; a star: of short trials."
+        "step send. Each method at its best learning rate of those below, after equally many steps; a star: at another, of "
+        "short trials."
     )
 
 
@@ -40,17 +41,25 @@ def _runs(found: dict[str, dict[str, Any]]) -> list[str]:
     ]
     dense = found["runs"].get("dense|1")
     worst_dense = max(dense["curve"][-1][1]) if dense else float("nan")
-    tuned = {(key.split("|")[0], rate) for key, run in found["tuning"].items() for rate in run["rates"]}
     for key, run in sorted(found["runs"].items(), key=lambda item: (_ranks(item[0]), item[1]["traffic"])):
         steps, finals = run["curve"][-1]
         name, rate = key.split("|")[0], run["rates"][0]
         held = "-" if name == "dense" else "yes" if statistics.median(finals) <= worst_dense else "**no**"
-        star = "" if (name, rate) in tuned else "*"
+        star = "" if rate == _best_rate(found["tuning"], key) else "*"
         lines.append(
             f"| {name} | {_shown_ranks(key)} | {run['traffic']:.2%} | {steps} | {rate:g}{star} | "
             f"{statistics.median(finals):.4f} | {min(finals):.4f} | {max(finals):.4f} | {held} |"
         )
     return lines
+
+
+def _best_rate(tuning: dict[str, Any], key: str) -> float | None:
+    """Of a method with so many ranks, or with any where their number does not matter."""
+    tuned = tuning.get(key) or next(
+        (run for other, run in tuning.items() if other.startswith(key.split("|")[0] + "|")), None
+    )
+    means = mean_by_rate(tuned) if tuned else {}
+    return min((rate for rate in means if means[rate] == means[rate]), key=means.__getitem__, default=None)
 
 
 def _rates(tuned: dict[str, Any]) -> list[str]:

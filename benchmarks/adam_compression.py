@@ -3,6 +3,7 @@
     python -m benchmarks.adam_compression --tune       # learning rates of each method on one seed, about 40 minutes on 2 cores
     python -m benchmarks.adam_compression              # every run that has not been made; about 100 minutes on 2 cores
     python -m benchmarks.adam_compression --steps 24000  # longer: runs with fewer steps are made again
+    python -m benchmarks.adam_compression --lengths 3000 6000  # shorter trainings, dense and top-k in few bits; 5 minutes
     python -m benchmarks.adam_compression --report     # table and figure of the runs so far
 
 All numbers of ranks share one global batch, so the dense runs are the same for all. Finished runs are kept in
@@ -105,7 +106,7 @@ def train(name: str, *, ranks: int, rates: Sequence[float], seeds: Sequence[int]
 
 def load() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = json.loads(RUNS.read_text()) if RUNS.exists() else {}
-    return {"runs": {}, "tuning": {}, "trials": {}, **found}
+    return {"runs": {}, "tuning": {}, "trials": {}, "lengths": {}, **found}
 
 
 def is_local(name: str) -> bool:
@@ -204,6 +205,17 @@ def grid_jobs(names: Sequence[str], *, ranks: Sequence[int], steps: int) -> list
     return list(jobs.values())
 
 
+def length_jobs(lengths: Sequence[int]) -> list[Job]:
+    """At the learning rates of long trainings."""
+    known, jobs, seeds = load()["lengths"], {}, list(range(SEEDS))
+    for steps, name in itertools.product(lengths, ("dense", "top-k 16 % / ranks, 2 bits")):
+        key, rate = f"{key_of(name, TUNED_RANKS)}|{steps}", best_rate(name, TUNED_RANKS)
+        if not_made(known.get(key), [(rate, seed) for seed in seeds], steps):
+            arguments = {"name": name, "ranks": TUNED_RANKS, "rates": [rate] * SEEDS, "seeds": seeds, "steps": steps}
+            jobs[key] = ("lengths", key, arguments)
+    return list(jobs.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = {**METHODS, **TRIED}
@@ -215,6 +227,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--trial", action="store_true", help="short runs of one seed")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--lengths", nargs="+", type=int, default=None, help="steps of shorter trainings")
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     if options.trial:
@@ -223,6 +236,8 @@ def main() -> None:
         names = options.methods or list(METHODS)
         jobs = tuning_jobs(names, ranks=options.ranks, rates=options.rates, seeds=options.seeds)
         measure(jobs, processes=options.processes)
+    elif options.lengths:
+        measure(length_jobs(options.lengths), processes=options.processes)
     elif not options.report:
         jobs = grid_jobs(options.methods or list(METHODS), ranks=options.ranks, steps=options.steps)
         measure(jobs, processes=options.processes)

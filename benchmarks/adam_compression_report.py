@@ -17,6 +17,8 @@ def report(found: dict[str, dict[str, Any]]) -> None:
     if found["runs"]:
         lines += [*_runs(found), "", "![loss against traffic](adam_compression.png)", ""]
         _figure(found["runs"])
+    if found["lengths"]:
+        lines += ["## Shorter trainings, at the learning rates of long ones", "", *_lengths(found["lengths"]), ""]
     for kind, title in (("tuning", "Learning rates"), ("trials", "Short trials")):
         lines += [f"## {title}, one seed", "", *_rates(found[kind]), ""]
     (RESULTS / "adam_compression.md").write_text("\n".join(lines))
@@ -50,6 +52,15 @@ def _runs(found: dict[str, dict[str, Any]]) -> list[str]:
             f"| {name} | {_shown_ranks(key)} | {run['traffic']:.2%} | {steps} | {rate:g}{star} | "
             f"{statistics.median(finals):.4f} | {min(finals):.4f} | {max(finals):.4f} | {held} |"
         )
+    return lines
+
+
+def _lengths(found: dict[str, Any]) -> list[str]:
+    lines = ["| steps | method | ranks | median | best | worst |", "|---" * 6 + "|"]
+    for key, run in sorted(found.items(), key=lambda item: item[1]["curve"][-1][0]):
+        steps, finals = run["curve"][-1]
+        shown = f"{statistics.median(finals):.4f} | {min(finals):.4f} | {max(finals):.4f}"
+        lines.append(f"| {steps} | {key.split('|')[0]} | {_shown_ranks(key)} | {shown} |")
     return lines
 
 

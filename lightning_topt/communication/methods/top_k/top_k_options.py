@@ -15,7 +15,7 @@ from lightning_topt.communication.topology import Topology
 
 SELECTIONS = ("auto", "mstopk", "sampled", "torch")
 DENSITY_TOGETHER = 0.16  # of all who send; less ends worse under AdamW (benchmarks/results/adam_compression.md)
-STEPS_UNDER_ADAM = 6000  # of a training; shorter ones end up to 2 % worse with so much (the same benchmark)
+STEPS_UNDER_ADAM = 12000  # of a training; those of 6000 end 2 % worse with so much (the same benchmark)
 WARMUP_DENSITY = 0.25  # where a warm-up starts; Deep Gradient Compression (arXiv 1712.01887), section 3.3
 
 

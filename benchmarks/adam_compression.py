@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import adam_local_steps as local_steps
 from benchmarks import adam_methods as methods
-from benchmarks.adam_compression_report import mean_by_rate, report
+from benchmarks.adam_compression_report import best_rate, report
 from benchmarks.adam_simulator import Model, Text, bits_per_byte, gradients, rate
 from benchmarks.common import RESULTS
 from benchmarks.decoupled_momentum import DeMo
@@ -120,13 +120,13 @@ def key_of(name: str, ranks: int) -> str:
     return f"{name}|{1 if name == 'dense' else ranks}"
 
 
-def best_rate(name: str, ranks: int) -> float:
-    """The learning rate that ended lowest when it was tuned, on average where several seeds were."""
-    tuned = load()["tuning"].get(key_of(name, ranks if is_local(name) else TUNED_RANKS))
-    if tuned is None:
+def tuned_rate(name: str, ranks: int) -> float:
+    """Raises SystemExit for a method that was not tuned."""
+    tuning, key = load()["tuning"], key_of(name, ranks if is_local(name) else TUNED_RANKS)
+    found = best_rate(tuning, key)
+    if key not in tuning or found is None:
         raise SystemExit(f"{name} has no learning rate: run with --tune first")
-    means = mean_by_rate(tuned)
-    return min(means, key=lambda rate: means[rate] if means[rate] == means[rate] else math.inf)
+    return found
 
 
 def rates_to_try(name: str) -> Sequence[float]:
@@ -195,24 +195,24 @@ def tuning_jobs(names: Sequence[str], *, ranks: Sequence[int], rates: Sequence[f
 
 
 def grid_jobs(names: Sequence[str], *, ranks: Sequence[int], steps: int) -> list[Job]:
-    known, jobs = load()["runs"], {}
-    for count in ranks:
-        for name in names:
-            key, rate, seeds = key_of(name, count), best_rate(name, count), list(range(SEEDS))
-            if not_made(known.get(key), [(rate, seed) for seed in seeds], steps):
-                arguments = {"name": name, "ranks": count, "rates": [rate] * SEEDS, "seeds": seeds, "steps": steps}
-                jobs[key] = ("runs", key, arguments)
-    return list(jobs.values())
+    return _seed_jobs("runs", [(key_of(name, count), name, count, steps) for count in ranks for name in names])
 
 
 def length_jobs(lengths: Sequence[int]) -> list[Job]:
     """At the learning rates of long trainings."""
-    known, jobs, seeds = load()["lengths"], {}, list(range(SEEDS))
-    for steps, name in itertools.product(lengths, ("dense", "top-k 16 % / ranks, 2 bits")):
-        key, rate = f"{key_of(name, TUNED_RANKS)}|{steps}", best_rate(name, TUNED_RANKS)
+    pairs = itertools.product(lengths, ("dense", "top-k 16 % / ranks, 2 bits"))
+    wanted = [(f"{key_of(name, TUNED_RANKS)}|{steps}", name, TUNED_RANKS, steps) for steps, name in pairs]
+    return _seed_jobs("lengths", wanted)
+
+
+def _seed_jobs(kind: str, wanted: Iterable[tuple[str, str, int, int]]) -> list[Job]:
+    """All seeds of each key, method, number of ranks and of steps, where they are not made at the best learning rate."""
+    known, jobs, seeds = load()[kind], {}, list(range(SEEDS))
+    for key, name, ranks, steps in wanted:
+        rate = tuned_rate(name, ranks)
         if not_made(known.get(key), [(rate, seed) for seed in seeds], steps):
-            arguments = {"name": name, "ranks": TUNED_RANKS, "rates": [rate] * SEEDS, "seeds": seeds, "steps": steps}
-            jobs[key] = ("lengths", key, arguments)
+            arguments = {"name": name, "ranks": ranks, "rates": [rate] * SEEDS, "seeds": seeds, "steps": steps}
+            jobs[key] = (kind, key, arguments)
     return list(jobs.values())
 
 

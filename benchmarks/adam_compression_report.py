@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -47,7 +48,7 @@ def _runs(found: dict[str, dict[str, Any]]) -> list[str]:
         steps, finals = run["curve"][-1]
         name, rate = key.split("|")[0], run["rates"][0]
         held = "-" if name == "dense" else "yes" if statistics.median(finals) <= worst_dense else "**no**"
-        star = "" if rate == _best_rate(found["tuning"], key) else "*"
+        star = "" if rate == best_rate(found["tuning"], key) else "*"
         lines.append(
             f"| {name} | {_shown_ranks(key)} | {run['traffic']:.2%} | {steps} | {rate:g}{star} | "
             f"{statistics.median(finals):.4f} | {min(finals):.4f} | {max(finals):.4f} | {held} |"
@@ -64,13 +65,15 @@ def _lengths(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _best_rate(tuning: dict[str, Any], key: str) -> float | None:
-    """Of a method with so many ranks, or with any where their number does not matter."""
+def best_rate(tuning: dict[str, Any], key: str) -> float | None:
+    """The learning rate that ended lowest, on average where several seeds were: with so many ranks, or any where only one
+    number was tried; None where none was.
+    """
     tuned = tuning.get(key) or next(
         (run for other, run in tuning.items() if other.startswith(key.split("|")[0] + "|")), None
     )
     means = mean_by_rate(tuned) if tuned else {}
-    return min((rate for rate in means if means[rate] == means[rate]), key=means.__getitem__, default=None)
+    return min(means, key=lambda rate: means[rate] if means[rate] == means[rate] else math.inf, default=None)
 
 
 def _rates(tuned: dict[str, Any]) -> list[str]:

@@ -139,7 +139,6 @@ class Asked:
             SearchRequest,
             example.graph,
             device_counts=meshes.device_counts,
-            exchanges=request.allowed.candidates,
             returns_memory=request.saves_memory,
             split=example.split if meshes.tensor and unsplit is None else None,
             mesh=meshes.mesh,

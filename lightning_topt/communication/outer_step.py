@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topt.communication.collectives import ring_all_gather
+from lightning_topt.communication.level_message import LevelMessage
 from lightning_topt.communication.named_tensors import NamedTensors
 from lightning_topt.communication.node.node_exchange import Waitable
 from lightning_topt.communication.outer_gradient import OuterGradient
-from lightning_topt.communication.wire import Unpacked
+from lightning_topt.communication.selection import Selection
+from lightning_topt.communication.wire import MessageFormat, Unpacked
 
 Wait = Callable[[Waitable | None], None]
 
@@ -77,11 +79,20 @@ class MeanOverRanks(ABC):
     def mean(self, gradient: OuterGradient, *, wait: Wait) -> OuterMean:
         """Return the mean of what the ranks send of their finite `gradient` (n,)."""
 
-    def gather(self, message: Tensor) -> tuple[Tensor, Waitable | None]:
-        """Return all ranks' `message` (bytes,), of equal sizes, in rank order (ranks, bytes), and what to wait for."""
+    def send_entries(
+        self, chosen: Selection, form: MessageFormat | LevelMessage, *, residual: Tensor
+    ) -> tuple[Tensor, Waitable | None]:
+        """Return all ranks' messages (ranks, bytes) of what they chose, in rank order, and what to wait for.
+
+        What rounding takes away from `chosen` goes back to `residual`, out of which it was taken.
+        """
+        message = torch.empty(form.nbytes, dtype=torch.uint8, device=residual.device)
+        form.pack(chosen.values, chosen.indices, out=message)
         messages = message.new_empty((self.world_size, message.numel()))
         self.count_ring(messages.nbytes, passes=1)
-        return messages, ring_all_gather(messages, message, group=self.group)
+        work = ring_all_gather(messages, message, group=self.group)
+        residual.index_add_(0, chosen.indices, chosen.values - form.values(message))
+        return messages, work
 
     def count_ring(self, nbytes: int, *, passes: int) -> None:
         """Count a gather of `nbytes` in all (`passes` 1) or an all-reduce of `nbytes` (2)."""

@@ -46,10 +46,7 @@ class SparseMean(MeanOverRanks):
         """Return the mean of what was selected."""
         self.residual.mul_(self.decay)
         chosen = feedback_top_k(gradient.whole(), self.residual, self.form.k)
-        message = torch.empty(self.form.nbytes, dtype=torch.uint8, device=self.residual.device)
-        self.form.pack(chosen.values, chosen.indices, out=message)
-        messages, work = self.gather(message)
-        self.residual.index_add_(0, chosen.indices, chosen.values - self.form.values(message))
+        messages, work = self.send_entries(chosen, self.form, residual=self.residual)
         wait(work)
         return EntriesMean([(self.form.numel, messages, self.form.unpack)])
 

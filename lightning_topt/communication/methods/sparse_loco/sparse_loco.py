@@ -61,10 +61,7 @@ class ChunkMean(MeanOverRanks):
             gradient.blocks(self.size), residuals, self.parts, self.forms, strict=True
         ):
             chosen = take_chunk_top_k(block, residual, chunks, decay=self.decay)
-            message = torch.empty(form.nbytes, dtype=torch.uint8, device=residual.device)
-            form.pack(chosen.values, chosen.indices, out=message)
-            gathers.append(self.gather(message))
-            residual.index_add_(0, chosen.indices, chosen.values - form.values(message))
+            gathers.append(self.send_entries(chosen, form, residual=residual))
         for _, work in gathers:
             wait(work)
         received = zip(self.forms, gathers, strict=True)

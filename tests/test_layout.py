@@ -1,10 +1,9 @@
-"""The order of the stages, read from the imports; and the size of files and functions."""
+"""The order of the stages, read from the imports; and the size of modules and functions."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,7 @@ ALLOWED = {folder: [*allowed, BELOW] for folder, allowed in ALLOWED.items()} | {
 ONLY_IN = {"lightning": {"plugins", "cli"}, "pytorch_lightning": set(), "hydra": {"cli"}, "omegaconf": {"cli"}}
 ONLY_IN |= {"torch": set(ALLOWED) - {BELOW}}  # light processes use what is there
 FILES = sorted(PACKAGE.rglob("*.py"))
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
-DOCUMENTED = [
-    *FILES,
-    *(path for name in ("topt_console", "hydra_plugins") for path in sorted((ROOT / name).rglob("*.py"))),
-]
-HEADLESS = {"What", "Which", "Who", "Whose", "Of", "That", "How", "Where", "When"}  # clauses without a main verb
-NOUN_PHRASES = {"The", "A", "An", "Whether", "Bytes", "Seconds", "Number", "Names", "Indices", "One", "Several"}
+MAX_MODULE_LINES, MAX_FUNCTION_LINES = 900, 80
 
 
 def imported(tree: ast.AST) -> set[str]:
@@ -54,9 +47,8 @@ def violations(path: Path, tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_run_one_way(path):
-    assert violations(path, ast.parse(path.read_text())) == []
+def test_imports_run_one_way():
+    assert [found for path in FILES for found in violations(path, ast.parse(path.read_text()))] == []
 
 
 @pytest.mark.parametrize(
@@ -80,18 +72,16 @@ def test_the_check_sees_violations(path, code):
     assert violations(PACKAGE / path, ast.parse(code))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_sizes(path):
-    text = path.read_text()
-    assert text.count("\n") <= MAX_FILE_LINES
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    long = {}
-    for function in functions:
-        body = function.body[1:] if ast.get_docstring(function) else function.body
-        size = function.end_lineno - (body[0].lineno if body else function.lineno) + 1
-        if size > MAX_FUNCTION_LINES:
-            long[function.name] = size
-    assert not long
+def test_sizes():
+    """A module tells one thing whole and a reader can hold it; a function is a step that has a name."""
+    long = [str(path.relative_to(ROOT)) for path in FILES if path.read_text().count("\n") > MAX_MODULE_LINES]
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                if node.end_lineno - (body[0].lineno if body else node.lineno) + 1 > MAX_FUNCTION_LINES:
+                    long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert long == []
 
 
 def test_no_import_cycles():
@@ -107,52 +97,10 @@ def test_no_import_cycles():
     assert not edges, f"import cycle among {sorted(edges)}"
 
 
-def test_every_file_name_is_there_once():
-    names = Counter(path.name for path in FILES if path.name != "__init__.py")
-    assert [name for name, count in names.items() if count > 1] == []
-
-
 # A stage is a stage of a pipeline (or of the exchange of one bucket); ZeRO has levels, storage is a placement.
 GONE = re.compile(r"\bzero_stage\b|\bis_sharded\b|ZeRO stage|FAMILIES|\bfamily=")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_words_that_are_gone(path):
-    found = GONE.findall(path.read_text())
-    assert found == [] or path.name in ("service.py", "peer_channel.py")  # families of addresses
-
-
-def headless_docstrings(tree: ast.AST) -> list[str]:
-    """Return what opens without a verb: any definition by a bare clause, a public function also by a noun."""
-    found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        name, text = getattr(node, "name", "the module"), ast.get_docstring(node) or ""
-        is_property = any("property" in ast.unparse(each) for each in getattr(node, "decorator_list", []))
-        is_public_function = not isinstance(node, ast.Module | ast.ClassDef) and name[0] != "_" and not is_property
-        opening = re.match(r"\w*", text)[0]
-        if opening in HEADLESS or (is_public_function and opening in NOUN_PHRASES):
-            found.append(f"{name}: {text.splitlines()[0]}")
-    return found
-
-
-@pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_open_with_a_sentence(path):
-    assert headless_docstrings(ast.parse(path.read_text())) == []
-
-
-@pytest.mark.parametrize(
-    ("code", "count"),
-    [
-        ('"""What is here."""', 1),
-        ('class A:\n    """Where it lies."""', 1),
-        ('def _f():\n    """Of a worker."""', 1),
-        ('def f():\n    """The bytes of a worker."""', 1),
-        ('def f():\n    """Return the bytes of a worker."""', 0),
-        ('def _f():\n    """The bytes of a worker."""', 0),
-        ('class A:\n    """A worker."""\n    @property\n    def f(self):\n        """The bytes."""', 0),
-    ],
-)
-def test_the_check_sees_headless_docstrings(code, count):
-    assert len(headless_docstrings(ast.parse(code))) == count
+def test_words_that_are_gone():
+    of_addresses = ("service.py", "peer_channel.py")  # their families
+    assert [path for path in FILES if GONE.search(path.read_text()) and path.name not in of_addresses] == []

@@ -119,14 +119,11 @@ def read_optimizer(
     updates: dict[str, ParameterUpdate] = {}
     probes: dict[Any, Probe] = {}
     by_name: dict[str, Probe] = {}
-    for optimizer, group, parameter, name in _updated(optimizers, named_parameters):
+    for optimizer, group, parameter, name in updated_parameters(optimizers, named_parameters):
         if not parameter.requires_grad:
-            # Never stepped, but some optimizers (Adagrad) make the state when they are built.
-            existing = tree_leaves(optimizer.state.get(parameter, {}))
-            nbytes = sum(value.nbytes for value in existing if torch.is_tensor(value))
-            updates[name] = ParameterUpdate(nbytes, 0.0, 0.0, 0.0, False)
+            updates[name] = frozen_update(optimizer, parameter)
             continue
-        key = (id(optimizer), _options_key(group), parameter.ndim, parameter.dtype)
+        key = (id(optimizer), options_key(group), parameter.ndim, parameter.dtype)
         if key not in probes:
             ndim, dtype = parameter.ndim, parameter.dtype
             with kept_objects(optimizer, type(optimizer)):
@@ -141,6 +138,13 @@ def read_optimizer(
         probes=by_name,
         adaptive=any(map(is_adaptive, optimizers)),
     )
+
+
+def frozen_update(optimizer: Optimizer, parameter: nn.Parameter) -> ParameterUpdate:
+    """Return the update of a frozen parameter: it is never stepped, but some optimizers (Adagrad) make its state when built."""
+    existing = tree_leaves(optimizer.state.get(parameter, {}))
+    nbytes = sum(value.nbytes for value in existing if torch.is_tensor(value))
+    return ParameterUpdate(nbytes, 0.0, 0.0, 0.0, False)
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
@@ -177,9 +181,9 @@ def update_kinds(
     """
     members: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     first: dict[Any, tuple[Optimizer, Mapping[str, Any]]] = {}
-    for optimizer, group, parameter, name in _updated(optimizers, named_parameters):
+    for optimizer, group, parameter, name in updated_parameters(optimizers, named_parameters):
         if parameter.requires_grad and not isinstance(optimizer, optim.LBFGS):
-            key = (id(optimizer), _options_key(group), min(parameter.ndim, 2), parameter.dtype)
+            key = (id(optimizer), options_key(group), min(parameter.ndim, 2), parameter.dtype)
             members[key].append((name, parameter))
             first.setdefault(key, (optimizer, group))
     kinds = []
@@ -225,10 +229,10 @@ def measure_update_seconds(
     return seconds
 
 
-def _updated(
+def updated_parameters(
     optimizers: Iterable[Optimizer], named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> Iterator[tuple[Optimizer, Mapping[str, Any], nn.Parameter, str]]:
-    """Every parameter of every group with its name. Raises OptimizerError for one that has none, or no shape yet."""
+    """Yield every parameter of every group with its name. Raises OptimizerError for one that has none, or no shape yet."""
     names = {parameter: name for name, parameter in named_parameters}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -246,8 +250,8 @@ def _updated(
                 yield optimizer, group, parameter, names[parameter]
 
 
-def _options_key(group: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The options of a group as far as they decide what a step costs: of rates, whether they are zero."""
+def options_key(group: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the options of a group as far as they decide what a step costs: of rates, whether they are zero."""
     options = ((name, value) for name, value in group.items() if name not in ("params", "param_names", "initial_lr"))
     return tuple(sorted((str(name), _option_key(value)) for name, value in options))
 

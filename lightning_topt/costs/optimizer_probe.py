@@ -43,7 +43,7 @@ class Probe:
     """A `Probe` says what one group's step does to a parameter of one number of dims and dtype."""
 
     dims: tuple[int, ...]
-    states: tuple[tuple[tuple[int, ...], int], ...]  # (shape, bytes per element) of each state tensor
+    states: tuple[tuple[tuple[int, ...], float], ...]  # (shape, bytes per element) of each state tensor
     moved_bytes: float  # per element of the parameter
     calls: float
     temporaries: float  # in bytes per element
@@ -52,7 +52,7 @@ class Probe:
     def state_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of the state of a parameter of `shape`, which has the probe's number of dims."""
         real = dict(zip(self.dims, shape, strict=True))
-        return sum(math.prod(real.get(dim, dim) for dim in dims) * itemsize for dims, itemsize in self.states)
+        return round(sum(math.prod(real.get(dim, dim) for dim in dims) * itemsize for dims, itemsize in self.states))
 
     def update(self, parameter: Tensor) -> ParameterUpdate:
         """Return what the step does to `parameter`, which has the probe's number of dims and dtype."""
@@ -71,7 +71,7 @@ def probe_group(
     Raises OptimizerError when the step fails, needs a closure or sparse gradients, or cannot be tried on a copy.
     """
     if isinstance(optimizer, optim.LBFGS):
-        return _lbfgs_probe(group, ndim, dtype)
+        return lbfgs_probe(group, ndim, dtype)
     _check_can_be_tried(optimizer, ndim=ndim)
     dims = _PRIMES[:ndim]
     states = _state_shapes(_copy(optimizer, group, shapes=[dims], dtype=dtype, device_type=device_type))
@@ -103,13 +103,19 @@ def _check_can_be_tried(optimizer: Optimizer, *, ndim: int) -> None:
             f"the step of {name} needs a closure: it runs the model itself, as often as it wants, so the cost of a step is "
             f"not known. {way_out}"
         )
-    if isinstance(optimizer, optim.SparseAdam):
-        raise OptimizerError(
-            f"{name} updates the rows of one batch from sparse gradients, so the cost of a step is not known. {way_out}"
-        )
+    check_dense(optimizer)
     if ndim > _MAX_DIMS:
         raise OptimizerError(
             f"{name} updates a parameter of {ndim} dims; trial steps are made with at most {_MAX_DIMS}. {way_out}"
+        )
+
+
+def check_dense(optimizer: Optimizer) -> None:
+    """Raise OptimizerError for an optimizer that is made for sparse gradients."""
+    if isinstance(optimizer, optim.SparseAdam):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} updates the rows of one batch from sparse gradients, so the cost of a step is not "
+            "known. Give the plan explicitly, for instance plan='ddp'"
         )
 
 
@@ -121,7 +127,8 @@ def _state_shapes(copy: _Steps) -> tuple[tuple[tuple[int, ...], int], ...]:
     return tuple((tuple(leaf.shape), leaf.element_size()) for leaf in leaves.values())
 
 
-def _lbfgs_probe(group: Mapping[str, Any], ndim: int, dtype: torch.dtype) -> Probe:
+def lbfgs_probe(group: Mapping[str, Any], ndim: int, dtype: torch.dtype) -> Probe:
+    """Return what one step of LBFGS with the options of `group` does, by formula: the step runs the model as it likes."""
     # torch.optim.LBFGS, once its history is full: `old_dirs` and `old_stps` of history_size vectors each, `d`,
     # `prev_flat_grad`; an inner iteration reads the history twice; flat copies of gradients and direction come and go.
     vectors, itemsize = 2 * group["history_size"] + 2, torch.empty(0, dtype=dtype).element_size()

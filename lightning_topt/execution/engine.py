@@ -42,6 +42,7 @@ from lightning_topt.execution.pipeline.stage_optimizer import StageOptimizer
 from lightning_topt.execution.plan_problems import checked_parameters
 from lightning_topt.optim import sharded_gradients
 from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.techniques.recomputation import apply_recomputation, remove_recomputation
 from lightning_topt.techniques.registry import TECHNIQUES
 from lightning_topt.techniques.technique import Applied, RunOptions
 
@@ -108,6 +109,13 @@ class Engine:
                 self.exchange = compress_gradients(self._stages, self._options)
         say_where_nodes_differ(self.plan, self._options.topology)
         return self._model
+
+    def recompute(self, plan: ParallelPlan) -> None:
+        """Go on by `plan`, which is the present one but for blocks that it recomputes."""
+        blocks = [block.block for block in plan.blocks if block.config.recompute]
+        self.plan = plan
+        apply_recomputation(self.module, blocks)
+        self._applied.add(Applied(undo=lambda: remove_recomputation(self.module)))
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Make ``step`` of optimizers over the module's parameters, old or new, follow the plan. A collective call."""

@@ -23,6 +23,10 @@ class LiveStorages:
         self._outside = list(outside)
         self._outside_ids = {tensor.untyped_storage()._cdata for tensor in self._outside if is_strided(tensor)}
 
+    def forget(self) -> None:
+        """Let go of the tensors that were there before, and of all that is noted of live ones."""
+        self._outside, self._live, self._references = [], {}, {}
+
     def of(self, tensor: Tensor) -> Storage | None:
         """Return the storage of `tensor`; None for what is older than the recording or not strided."""
         return self._live.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
@@ -47,7 +51,8 @@ class LiveStorages:
 
         def freed(_: object) -> None:
             storage.died = len(self._recording.kernel_ops)
-            del self._live[address], self._references[address]
+            self._live.pop(address, None)
+            self._references.pop(address, None)
 
         self._references[address] = weakref.ref(memory, freed)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from lightning_topt.graph.autograd_nodes import AutogradNodes
 from lightning_topt.graph.collective_ops import is_collective, run_collective
@@ -38,6 +40,22 @@ from lightning_topt.graph.writes import is_strided, written_tensors
 SUM_OF_GRADIENTS, CAST = "aten::add", "aten::_to_copy"
 
 
+class CallWatch(Protocol):
+    """Looks at what calls of modules read and leave behind, while they are recorded."""
+
+    def enter(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A call begins."""
+
+    def leave(self, call: Call) -> None:
+        """The innermost call under way ends, perhaps by an exception."""
+
+    def operator(self, func: OpOverload, values: Iterable[Any], tensors: Iterable[Tensor]) -> None:
+        """An operator runs with the arguments `values`, the `tensors` among them."""
+
+    def write(self, tensor: Tensor) -> None:
+        """An operator writes to `tensor`."""
+
+
 class _Frame:
     """A module call that is under way; `op` is its operator when the module is a leaf."""
 
@@ -54,6 +72,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         backups: keeps what the pass on real tensors writes to and others own; None for fake tensors. With it collectives
             are real, and gradients are released as soon as they are complete.
         resizes: the mode of a pass on `PRIME` batches, whose kernels are measured at other sizes too (see `one_recording`).
+        live: `module` is the one that trains, in a step of its own (see `step_observer`): nothing is changed or put back,
+            collectives are real, and what runs beside the step's operators, such as DDP's buckets, is left out.
     """
 
     def __init__(
@@ -63,12 +83,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         backups: Backups | None = None,
         resizes: FakeTensorMode | None = None,
+        live: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.failed: OpOverload | None = None
-        self._backups, self._resizes = backups, resizes
-        self.is_backward, self.current = False, 0
+        self.problem: Exception | None = None  # of a live recording, which ends there; the step goes on
+        self._backups, self._resizes, self._live = backups, resizes, live
+        self._is_real = live or backups is not None
+        self.supports_higher_order_operators = live
+        self._handles: list[RemovableHandle] = []
+        self._reduced: Any = None  # the autograd node whose gradient is complete, and goes to DDP's buckets
+        self.is_backward, self.is_on, self.current = False, False, 0
+        self.calls: CallWatch | None = None
         outside = list(outside)
         self.memory = LiveStorages(self.recording, [*module.parameters(), *module.buffers(), *outside])
         self.observed: ObservedCall | None = None
@@ -92,6 +119,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             stack.enter_context(self)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            self.is_on = True
+            stack.callback(setattr, self, "is_on", False)
             yield
         self._claim_saved(self.current)
         self.nodes.claim(self.current)
@@ -100,20 +129,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def backward(self, loss: Tensor) -> Iterator[None]:
         """Wrap the backward pass from `loss`."""
         self.is_backward = True
+        self.nodes.begin_backward()
         self.current = self.nodes.op_of(loss.grad_fn, self.current)
         self.recording.backward_start = len(self.recording.kernel_ops)
         with self:
             yield
 
     def _hook(self, module: nn.Module) -> None:
+        handles = self._handles
         for path, submodule in module.named_modules():
             if path:
                 is_leaf = next(submodule.children(), None) is None
-                submodule.register_forward_pre_hook(self._enter(path, is_leaf), prepend=True, with_kwargs=True)
-                submodule.register_forward_hook(self._exit(path), with_kwargs=True)
+                enter, leave = self._enter(path, is_leaf), self._exit(path)
+                handles.append(submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                handles.append(submodule.register_forward_hook(leave, with_kwargs=True))
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))  # type: ignore[no-untyped-call]
+                accumulated = partial(self._accumulated, name)
+                handles.append(parameter.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Take all hooks off again, and let go of all tensors."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.memory.forget()
+        self._reduced = None
 
     def _enter(self, path: str, is_leaf: bool) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -125,8 +166,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.calls.append(call)
             op = self._new_op(path, type(module).__name__, (*self.stack(), path)) if is_leaf else None
             self._frames.append(_Frame(call, op))
+            if self.calls is not None:
+                self.calls.enter(call, module, args, kwargs)
 
-        return hook
+        return self._guarded(hook) if self._live else hook
 
     def _exit(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -135,16 +178,37 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A call that raised, and whose error somebody caught, has left its frame behind.
             while (frame := self._frames.pop()).call.path != path:
                 frame.call.exit = len(self.recording.kernel_ops)
+                if self.calls is not None:
+                    self.calls.leave(frame.call)
             tensors, call = list(tensors_in(output)), frame.call
+            if self.calls is not None:
+                self.calls.leave(call)
             call.exit, call.outputs = len(self.recording.kernel_ops), self.memory.within(tensors)
             call.needs_grad = any(tensor.requires_grad for tensor in tensors)
             if frame.op is not None:
                 self.recording.ops[frame.op].outputs = [shape_of(tensor) for tensor in tensors]
                 self.nodes.claim(frame.op)
 
-        return hook
+        return self._guarded(hook) if self._live else hook
+
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Let `hook` see the calls of the recorded thread; what it raises ends the recording, not the step."""
+        thread = threading.get_ident()
+
+        def guarded(*args: Any) -> None:
+            if self.problem is None and self.is_on and threading.get_ident() == thread:
+                try:
+                    hook(*args)
+                except Exception as error:
+                    self.problem = error
+
+        return guarded
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
+        if self.problem is not None:
+            return
+        if self._live:
+            self._reduced = torch._C._current_autograd_node()
         if parameter.grad is not None:
             self.recording.with_gradient.add(name)
             todo = self.memory.within(parameter.grad)
@@ -163,9 +227,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and record it."""
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # seen by live recordings alone
+            self.problem = self.problem or NotImplementedError(f"{func} calls functions, which are not seen")
+            return func(*args, **kwargs)
         if func._schema.name in QUERIES:
             device = fake_device(func, args)  # autograd asks for it all the time
             return func(*args, **kwargs) if device is None else device
+        if self._live:
+            return self._live_dispatch(func, args, kwargs)
         index = self._backward_op() if self.is_backward else self._forward_op(func)
         self.failed = func
         self._keep(func, args, kwargs)
@@ -173,17 +242,49 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.has_collectives = True
             if self.observed is not None:
                 self.observed.is_like_others = False
-            out = run_collective(func, args, kwargs, real=self._backups is not None)
+            out = run_collective(func, args, kwargs, real=self._is_real)
         else:
             out = func(*args, **kwargs)
         self.failed = None
+        self._record(index, func, args, kwargs, out)
+        return out
+
+    def _live_dispatch(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run `func`, whatever happens to the recording."""
+        index: int | None = None
+        if self.problem is None and not (self.is_backward and self._is_beside(func)):
+            try:
+                index = self._backward_op() if self.is_backward else self._forward_op(func)
+                if is_collective(func):
+                    self.recording.has_collectives = True
+            except Exception as error:
+                self.problem = error
+        out = func(*args, **kwargs)
+        if index is not None and self.problem is None:
+            try:
+                self._record(index, func, args, kwargs, out)
+            except Exception as error:
+                self.problem = error
+        return out
+
+    def _is_beside(self, func: OpOverload) -> bool:
+        """Whether an operator of the backward pass is none of the recorded step's: DDP's, a loss scaler's, a logger's."""
+        node = torch._C._current_autograd_node()
+        if (
+            node is None
+        ):  # DDP copies what came out of its buckets; before the first node, only the gradient of the loss
+            return (
+                func._schema.name != "aten::ones_like" or len(self.recording.kernel_ops) > self.recording.backward_start
+            )
+        return node is self._reduced or self.nodes.is_between(node)
+
+    def _record(self, index: int, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
         if is_view(func):
             op = self.recording.ops[index]
             if not self.is_backward and not op.outputs:
                 op.outputs = [shape_of(tensor) for tensor in tensors_in(out)]
         else:
             self._record_kernel(index, func, args, kwargs, out)
-        return out
 
     def _forward_op(self, func: OpOverload) -> int:
         frame = self._frames[-1] if self._frames else None
@@ -237,6 +338,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources = self.memory.within(tensors)
         is_sum = self.is_backward and func._schema.name == SUM_OF_GRADIENTS and len(sources) == 2
         if not self.is_backward:
+            if self.calls is not None:
+                self.calls.operator(func, (*args, *kwargs.values()), tensors)
             self._read(index, tensors, sources)
             self._write(index, func, args, kwargs)
         outputs = list(tensors_in(out))
@@ -247,7 +350,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.memory.track(tensor, born=born, op=index, parts=tuple(sources) if is_sum else ())
         if self.observed is not None and func._schema.name == CAST:
             self.observed.cast(args[0], self.memory.of(out))
-        if (hidden := hidden_bytes(func, args)) and (last := self.memory.of(outputs[-1])):
+        # A live tensor has all of its bytes.
+        if not self._live and (hidden := hidden_bytes(func, args)) and (last := self.memory.of(outputs[-1])):
             last.bytes += int(hidden)
         if not self.is_backward and not op.outputs:
             op.outputs = [shape_of(tensor) for tensor in outputs]
@@ -277,11 +381,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = self.memory.of(tensor)
             if self.observed is not None:
                 self.observed.write(tensor, storage)
+            if self.calls is not None:
+                self.calls.write(tensor)
             self.recording.writes.append((len(self.recording.kernel_ops), storage.born if storage else OUTSIDE))
             if storage is not None:
                 storage.op, storage.shape = index, shape_of(tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        if self.problem is not None:
+            return tensor
         for storage in self.memory.within(tensor):
             if self.observed is not None:
                 self.observed.save(storage)

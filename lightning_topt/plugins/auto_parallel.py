@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_topt.basics.argument_checks import check_choice
+from lightning_topt.basics.argument_checks import check_choice, check_whole
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.execution.allocator import return_freed_memory, warm_up
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.plan.parallel_plan import ParallelPlan, preset_plan
+from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plugins.allowed_exchanges import Allow, AllowedExchanges
 from lightning_topt.plugins.allowed_staleness import AllowedStaleness, AllowStaleness
 from lightning_topt.plugins.data_ranks import DataRanks
@@ -29,6 +35,14 @@ from lightning_topt.plugins.ddp_parts import known_options, register_names, run_
 from lightning_topt.plugins.example_batch import example_batches
 from lightning_topt.plugins.exchange_monitor import add_monitor
 from lightning_topt.plugins.given_plans import PipelinePlan
+from lightning_topt.plugins.observed_fit import (
+    WATCHED_STEPS,
+    Decision,
+    ObservedFit,
+    ObservedPlanning,
+    WatchingRedirection,
+    refine_observed,
+)
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import check_agreement
@@ -43,14 +57,11 @@ from lightning_topt.techniques.technique import RunOptions
 class AutoParallelStrategy(DataRanks):
     """Distributed data parallelism that plans before it runs: ``Trainer(strategy="topt")``.
 
-    A fit begins as it does under Lightning's ``ddp``, hook by hook. At the first training batch the step is captured
-    with that batch, on fake tensors, this cluster is measured (once; see `Measurements`), every combination of ZeRO level
-    and activation checkpointing per block is searched, tensor axes inside nodes where they may be better, and the plan that
-    fits the limits best is applied to the module and its optimizers where they are; then the batch is trained on. All plans
-    give the loss curve of ``ddp`` (in float32 up to the order of additions), unless you allow others.
-
-    Where the step depends on values of tensors it is captured on the real batch instead, and everything is put back; what
-    cannot be captured at all runs as ``ddp`` does, with a warning that says why, unless you asked for more.
+    A fit begins as it does under Lightning's ``ddp``, hook by hook, and its first steps are real steps under DDP. They are
+    watched: operators, lifetimes of tensors, kernel times, the optimizer. Then every combination of ZeRO level and activation
+    checkpointing per block is searched, and the plan that fits the limits best takes over between two steps, with parameters
+    and optimizer states where they are. User code runs exactly as often as under ``ddp``. All plans give the loss curve of
+    ``ddp`` (in float32 up to the order of additions), unless you allow others. Where nothing can be gained DDP goes on.
 
     Args:
         memory_limit: most bytes a rank may use for the model's training state and activations, as a number or text such
@@ -71,6 +82,8 @@ class AutoParallelStrategy(DataRanks):
             searches those.
         allow_staleness: whether a plan with stages, searched on a mesh or given, may be a pipeline that never flushes: passes
             compute with weights that miss some updates. True, or the rule that predicts them, such as ``"spectrain"``.
+        watch_steps: how many steps are watched before a plan takes over. One tells what happens, the second how long kernels
+            take, the third how long a step takes.
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole state; ``"sharded"`` a
             folder, to which every rank writes what it keeps. Both are loaded, under any plan and number of ranks.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`. Options of the latter
@@ -97,12 +110,15 @@ class AutoParallelStrategy(DataRanks):
         memory_margin: float = 0.05,
         allow_compression: Allow = False,
         allow_staleness: AllowStaleness = False,
+        watch_steps: int = WATCHED_STEPS,
         checkpoint: str = "full",
         **ddp_options: Any,
     ) -> None:
         super().__init__(**known_options(ddp_options, strategy=type(self).__name__))
         check_choice(checkpoint, name="checkpoint", allowed=("full", "sharded"))
         self.checkpoint_form = checkpoint
+        check_whole(watch_steps, name="watch_steps (one step is recorded)")
+        self.watch_steps = watch_steps
         check_planner_options(memory_margin=memory_margin, objective="time" if objective is None else objective)
         self.request = PlanRequest(
             memory_limit=read_memory_limit(memory_limit),
@@ -122,6 +138,8 @@ class AutoParallelStrategy(DataRanks):
         self.planning_seconds: float | None = None
         self.memory_meter: MemoryMeter | None = None
         self._waits_for_batch = False
+        self._watched_fit: ObservedFit | None = None
+        self._observed_planning: ObservedPlanning | None = None
         self._failed = False
         self._unclip: Callable[[], None] | None = None
 
@@ -135,6 +153,7 @@ class AutoParallelStrategy(DataRanks):
             return
         check_agreement(self.request, self.lightning_module)
         self._engine, self._fitted, self._resumed, self.parallel_plan, self.memory_meter = None, None, None, None, None
+        self.planning_seconds = None
         self._open_exchange(None)
         # Whole gradients and optimizer state may be too much for what has to be sharded.
         self._holds_back = self.request.may_shard_for_memory(self.lightning_module, self.root_device)
@@ -142,11 +161,17 @@ class AutoParallelStrategy(DataRanks):
             self._plan_before_setup(trainer)
         else:
             super().setup(trainer)
+            if self.request.observes(self.lightning_module) and not self._holds_back:
+                self._observe(steps=self.watch_steps)
+                return
             self._waits_for_batch = True
-            if not self.request.needs_batch(self.lightning_module):
-                self._plan(trainer, None)
+            refines = self.request.refines(self.lightning_module, self.root_device)
+            if (refines and not self._holds_back) or not self.request.needs_batch(self.lightning_module):
+                self._plan(trainer, partial(decide_plan, self.request, trainer, None))
             if self.parallel_plan is not None and self.parallel_plan.keeps_gradients_whole:
                 self._start_plan(trainer, None)
+                if refines:
+                    self._observe(steps=1)
 
     def _set_up_evaluation(self, trainer: pl.Trainer) -> None:
         """As ddp does; where the last fit evaluated in shards, in these again, which the device is known to hold."""
@@ -171,35 +196,109 @@ class AutoParallelStrategy(DataRanks):
         self.precision_plugin.convert_module(self.model)
         self.optimizers = []  # those of an earlier fit
         batch = example_batches(trainer)[0]
-        self._plan(trainer, batch)
+        self._plan(trainer, partial(decide_plan, self.request, trainer, batch))
         self._apply_plan(trainer, batch)
         self.setup_optimizers(trainer)
         self._attach_optimizers()
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
 
+    def _observe(self, *, steps: int) -> None:
+        """Watch the next `steps` steps."""
+        assert self.lightning_module is not None
+        optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
+        self._watched_fit = ObservedFit(
+            self.lightning_module,
+            optimizers if self.request.plan is None else (),
+            device=self.root_device,
+            steps=steps,
+            is_rank_0=self.global_rank == 0,
+        )
+        self._forward_redirection = WatchingRedirection(self._watched_fit.forward)
+
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._waits_for_batch:
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
+        assert self.lightning_module is not None
+        trainer, fit = self.lightning_module.trainer, self._watched_fit
+        if fit is None and self._waits_for_batch:
             if self.parallel_plan is None:
-                self._plan(trainer, batch)
+                self._plan(trainer, partial(decide_plan, self.request, trainer, batch))
             self._start_plan(trainer, batch)
+            if self.request.refines(self.lightning_module, self.root_device):
+                self._observe(steps=1)
+                fit = self._watched_fit
+        if fit is not None and fit.begin_batch(batch_idx, accumulate=trainer.accumulate_grad_batches):
+            if self._observed_planning is None:
+                self._observed_planning = ObservedPlanning(self.request, trainer, fit)
+            decide = self._observed_planning.poll
+            if self.request.plan is not None:
+                decide = partial(refine_observed, self.request, trainer, fit)
+            if self._plan(trainer, decide):
+                self._stop_watching()
+                self._switch_plan(trainer, batch)
         super().on_train_batch_start(batch, batch_idx)
 
-    def _plan(self, trainer: pl.Trainer, batch: Any) -> None:
+    def _switch_plan(self, trainer: pl.Trainer, batch: Any) -> None:
+        """Let the plan take over from what ran the steps before, between two steps. A collective call."""
+        engine, plan = self._engine, self.parallel_plan
+        assert plan is not None
+        if engine is None or not self._running:
+            self._start_plan(trainer, batch)
+        elif plan.keeps_gradients_whole:
+            engine.recompute(plan)
+        else:
+            self._unclip_gradients()
+            engine.release()
+            for optimizer in self.optimizers:
+                engine.return_optimizer_state(optimizer)
+            self.model, self._engine, self._running = self.lightning_module, None, False
+            self._start_plan(trainer, batch)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        fit = self._watched_fit
+        with nullcontext() if fit is None else fit.backward(closure_loss):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        fit = self._watched_fit
+        with nullcontext() if fit is None else fit.update(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _stop_watching(self) -> None:
+        fit, self._watched_fit = self._watched_fit, None
+        planning, self._observed_planning = self._observed_planning, None
+        if planning is not None:
+            planning.close()
+        if fit is not None:
+            fit.close()
+            self._forward_redirection = _DDPForwardRedirection()
+
+    def _plan(self, trainer: pl.Trainer, decide: Callable[[], Decision | None]) -> bool:
+        """Take over what `decide` returns; return whether there is a plan."""
         start = time.perf_counter()
         with isolate_rng():
-            self.parallel_plan, self.planning, self.planned_by = decide_plan(self.request, trainer, batch)
+            decision = decide()
+        if decision is None:
+            self.planning_seconds = (self.planning_seconds or 0.0) + time.perf_counter() - start
+            return False
+        self.parallel_plan, self.planning, self.planned_by = decision
         if self.request.saves_memory or self.parallel_plan.saves_memory:
             release_free_memory()
             return_freed_memory(self.root_device)
-        self.planning_seconds = time.perf_counter() - start
+        self.planning_seconds = (self.planning_seconds or 0.0) + time.perf_counter() - start
         if any(isinstance(callback, StepMonitor) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             warm_up(self.root_device)
             self.memory_meter = MemoryMeter(self.root_device)
             self.memory_meter.mark_base(self.lightning_module, self.optimizers)
+        return True
 
     def _apply_plan(self, trainer: pl.Trainer, batch: Any = None) -> None:
         plan, module = self.parallel_plan, self.lightning_module
@@ -256,17 +355,24 @@ class AutoParallelStrategy(DataRanks):
 
     @override
     def teardown(self) -> None:
+        if self._watched_fit is not None and self.parallel_plan is None and not self._failed:
+            self.parallel_plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(self.world_size))
+            self.planned_by = "ddp: the fit was over before a plan was made"
+        self._stop_watching()
         self._waits_for_batch, holds_parts = False, self._holds_parts
         self._ungroup_metrics()
         self._end_turns(failed=self._failed)
-        if self._unclip is not None:
-            self._unclip()
-            self._unclip = None
+        self._unclip_gradients()
         if self._failed and holds_parts:
             # The other ranks may be anywhere: collecting the parameters could wait for them. They stay in shards.
             self._running = False
         self._release_engine()
         super().teardown()
+
+    def _unclip_gradients(self) -> None:
+        if self._unclip is not None:
+            self._unclip()
+            self._unclip = None
 
     # ---- registration ---------------------------------------------------------------------------------------------
 

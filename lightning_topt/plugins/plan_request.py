@@ -60,6 +60,18 @@ class PlanRequest:
         """Whether plans are compared by what they leave free, not by time alone."""
         return self.memory_limit is not None or self.objective == "memory"
 
+    def observes(self, module: pl.LightningModule) -> bool:
+        """Return whether the plan is made of the first real steps, which run under DDP."""
+        return self.plan is None and module.automatic_optimization and not self.stale.allowed
+
+    def refines(self, module: pl.LightningModule, device: torch.device) -> bool:
+        """Return whether a uniform plan begins with the whole module as its one block, until a first step has shown the others.
+
+        Not where such a step, with all parameters and gradients whole, may be more than `device` has.
+        """
+        by_name = isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
+        return by_name and module.automatic_optimization and 4 * _parameter_bytes(module) <= device_memory_bytes(device)
+
     def needs_batch(self, module: pl.LightningModule) -> bool:
         """Return whether the plan depends on how `module` takes a training step."""
         by_name = isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
@@ -76,8 +88,11 @@ class PlanRequest:
         given = self.plan
         if given is not None:
             return not given.keeps_gradients_whole if isinstance(given, ParallelPlan) else given.shards_gradients
-        # Parameters, gradients, two moments.
-        return self.memory_limit is not None or 4 * _parameter_bytes(module) > device_memory_bytes(device)
+        limit = self.memory_limit
+        if limit is None:  # parameters, gradients, two moments
+            return 4 * _parameter_bytes(module) > device_memory_bytes(device)
+        # These with DDP's buckets, and as much as three times that for activations, of which nothing is known yet.
+        return 20 * _parameter_bytes(module) > limit
 
     def must_shard_first(self, module: pl.LightningModule, device: torch.device) -> bool:
         """Return whether even the whole parameters may be too much for `device` (the host of CPU ranks has them already)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.execution.mesh import check_world_size
@@ -67,21 +67,25 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
     given = request.plan
     mesh = data_mesh(world_size)
     if isinstance(given, PipelinePlan):
+        _say_traced()
         return _pipeline(request, trainer, batch, given), None, "given"
     if isinstance(given, MeshPlan):
+        _say_traced()
         return *search_mesh(request, trainer, batch, given), "given"
     if isinstance(given, UniformPlan):
         mesh = given.mesh(world_size, num_nodes=trainer.num_nodes)
-        given = given if request.needs_batch(module) else preset_plan(given.preset, mesh=mesh)
+        is_known = not request.needs_batch(module) or request.refines(module, trainer.strategy.root_device)
+        given = preset_plan(given.preset, mesh=mesh) if is_known else given
     if isinstance(given, ParallelPlan):
         check_world_size(given, world_size)
         _check_model(given, module)
         return _given(given, request, trainer), None, "given"
+    _say_traced()
     try:
         graph = capture_on_ranks(trainer, batch)
         if isinstance(given, UniformPlan):
             plan = given.of(graph, mesh)
-            on_every_rank(lambda: _check_features(plan, request, trainer, graph))
+            on_every_rank(lambda: check_features(plan, request, trainer, graph))
             if given.recompute:
                 say_what_stays(graph)
             return plan, None, "given"
@@ -97,8 +101,16 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         return plain, None, f"ddp: {reason}"
 
 
+def _say_traced() -> None:
+    rank_zero_info(
+        "topt: this plan is made before the first step, for which training_step runs some more times, on copies without memory. "
+        "Code in it that counts, writes files or takes from an iterator may notice; a search without memory_limit, and plans on "
+        "data axes by name, watch real steps instead (docs/auto_parallel.md)"
+    )
+
+
 def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> ParallelPlan:
-    on_every_rank(lambda: _check_features(plan, request, trainer))
+    on_every_rank(lambda: check_features(plan, request, trainer))
     if plan.schedule not in LAGS:
         return plan
     return ParallelPlan.from_dict(
@@ -131,7 +143,7 @@ def _pipeline(request: PlanRequest, trainer: pl.Trainer, batch: Any, given: Pipe
     choose = partial(choose_for, request, cluster=search.cluster)
     found = on_rank_0(lambda: choose_pipeline(given, mesh, search, choose=choose).to_dict())
     plan = ParallelPlan.from_dict(found)
-    on_every_rank(lambda: _check_features(plan, request, trainer, graph))
+    on_every_rank(lambda: check_features(plan, request, trainer, graph))
     say(plan)
     if given.recompute:
         say_what_stays(graph)
@@ -148,9 +160,8 @@ def _stale_weights(request: PlanRequest, trainer: pl.Trainer, given: PipelinePla
     return replace(request.stale, prediction=given.prediction or request.stale.prediction).weights(optimizer)
 
 
-def _check_features(
-    plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
-) -> None:
+def check_features(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None) -> None:
+    """Raise PlanError where something in this fit does not go together with `plan`, as far as that is seen before it runs."""
     levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
     split = {f"{b.block}.{name}".lstrip(".") for b in plan.blocks for name, _ in b.config.parameters}
 

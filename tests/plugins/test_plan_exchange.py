@@ -41,7 +41,8 @@ def fit(
 ) -> tuple[L.Trainer, L.LightningModule]:
     torch.manual_seed(0)
     module = module or RecordingGPT()
-    strategy = AutoParallelStrategy(plan=plan, allow_compression=allow, cluster=kwargs.pop("cluster", SLOW))
+    options = {"allow_compression": allow, "cluster": kwargs.pop("cluster", SLOW)}
+    strategy = AutoParallelStrategy(plan=plan, watch_steps=1, **options)
     nodes, checkpoint = kwargs.get("num_nodes", 1), kwargs.pop("ckpt_path", None)
     local, rank = dist.get_world_size() // nodes, dist.get_rank()
     os.environ.update(LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local), GROUP_RANK=str(rank // local))

@@ -1,0 +1,122 @@
+"""Run a function in a copy of this process, beside what the process goes on with.
+
+    call = ForkedCall(lambda: search(request))
+    while not call.is_ready():
+        train_a_step()
+    found = call.result()
+
+The copy shares memory until one of the two writes to it, so it starts in milliseconds, whatever the function refers to. It has
+this one thread alone: the function must not use devices, process groups or locks that other threads may hold. POSIX only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_NICENESS = 5  # training goes first
+
+
+class ForkedCall(Generic[T]):
+    """Calls `function` in a copy of this process; what it returns, or raises, is pickled.
+
+    Raises OSError where no process can be made.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._data = bytearray()
+        self._read, write = os.pipe()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside other threads, from Python 3.12 on
+            try:
+                self._process = os.fork()
+            except OSError:
+                os.close(self._read)
+                os.close(write)
+                raise
+        if self._process == 0:
+            _run_as_child(function, write, parent)
+        os.close(write)
+        os.set_blocking(self._read, False)
+        self._is_over = False
+
+    def is_ready(self) -> bool:
+        """Return whether the function has ended, without waiting."""
+        while not self._is_over and select.select([self._read], [], [], 0)[0]:
+            part = os.read(self._read, 1 << 20)
+            self._data += part
+            if not part:
+                self._end()
+        return self._is_over
+
+    def result(self, *, timeout_seconds: float = 60.0) -> T:
+        """Return what the function returned, or raise what it raised.
+
+        Raises TimeoutError after so many seconds without a word from it, RuntimeError where its process was killed.
+        """
+        while not self.is_ready():
+            if not select.select([self._read], [], [], timeout_seconds)[0]:
+                self.kill()
+                raise TimeoutError(f"a search beside training has not ended within {timeout_seconds:.0f} s")
+        if not self._data:
+            raise RuntimeError("the process of a search beside training was killed, perhaps for want of memory")
+        has_result, value = pickle.loads(bytes(self._data))
+        if has_result:
+            found: T = value
+            return found
+        raise value
+
+    def kill(self) -> None:
+        """End the process, if it has not ended."""
+        if not self._is_over:
+            with suppress(ProcessLookupError):
+                os.kill(self._process, signal.SIGKILL)
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        os.close(self._read)
+        with suppress(ChildProcessError):
+            os.waitpid(self._process, 0)
+
+
+def _run_as_child(function: Callable[[], Any], write: int, parent: int) -> None:
+    """Call `function`, send what comes of it, and end without cleaning up what belongs to the parent."""
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended meanwhile
+            os._exit(1)
+        os.nice(_NICENESS)
+        gc.disable()  # a collection would write to every object, and copy all memory
+        try:
+            answer = pickle.dumps((True, function()))
+        except Exception as error:
+            answer = _pickled_error(error)
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(answer)
+    finally:
+        os._exit(0)
+
+
+def _pickled_error(error: Exception) -> bytes:
+    try:
+        answer = pickle.dumps((False, error))
+        pickle.loads(answer)
+    except Exception:  # some errors cannot be made again
+        answer = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
+    return answer

@@ -1,0 +1,90 @@
+"""Time every operator of a real training step in place, with its own arguments and the caches as the step leaves them.
+
+    timer = StepTimer(device)
+    with timer:
+        loss = module.training_step(batch, 0)
+    with timer:
+        loss.backward()
+    timer.seconds()
+
+Kernels are named as in an `OpGraph`, so that a search looks them up (`costs.compute.kernel_key`). On CPUs a call takes from its
+beginning to its end; on CUDA the device's time between two events counts. `busy` compares the clock with the processor time of
+this thread: above 1, other processes were in the way.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_topt.graph.collective_ops import is_collective
+from lightning_topt.graph.kernels import ALLOCATIONS, QUERIES, encode_arguments, freeze, is_view
+
+
+class StepTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that times operators on `device`; enter it around the forward and the backward pass of one or more steps."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_host = device.type == "cpu"
+        self._times: dict[Any, list[Any]] = {}
+        self._names: dict[Any, tuple[str, str]] = {}
+        self._wall = self._processor = 0.0
+
+    @property
+    def busy(self) -> float:
+        """Seconds of the clock for each second of this thread on a processor; 1 where nothing was timed, or on devices."""
+        return self._wall / self._processor if self._on_host and self._processor > 0 else 1.0
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` between two looks at the clock."""
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
+        name = func._schema.name
+        if name in QUERIES or name in ALLOCATIONS or is_view(func) or is_collective(func):
+            return func(*args, **kwargs)
+        key = self._key(func, args, kwargs)
+        if self._on_host:
+            processor, start = time.thread_time(), time.perf_counter()
+            out = func(*args, **kwargs)
+            seconds = time.perf_counter() - start
+            self._wall, self._processor = self._wall + seconds, self._processor + time.thread_time() - processor
+            self._times[key].append(seconds)
+            return out
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()
+        out = func(*args, **kwargs)
+        last.record()
+        self._times[key].append((first, last))
+        return out
+
+    def _key(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What tells calls of one kernel from others; its name is made once, before it may change its arguments."""
+        tensors: list[Tensor] = []
+        key = func, freeze(args, tensors), freeze(tuple(kwargs.items()), tensors)
+        if key not in self._times:
+            self._times[key] = []
+            self._names[key] = str(func), json.dumps(encode_arguments(args, kwargs), sort_keys=True)
+        return key
+
+    def seconds(self) -> Mapping[tuple[str, str], float]:
+        """Return the median seconds of each kernel's calls, by its name and the JSON text of its arguments."""
+        if not self._on_host and self._times:
+            torch.cuda.synchronize()
+        found: dict[tuple[str, str], float] = {}
+        for key, times in self._times.items():
+            if times:
+                calls = times if self._on_host else [first.elapsed_time(last) / 1e3 for first, last in times]
+                found[self._names[key]] = statistics.median(calls)
+        return found

@@ -1,0 +1,515 @@
+"""The first steps of a fit are real steps under DDP; rank 0 watches them, and plans from what it saw. No user code runs twice.
+
+    step 0        recorded: operators, calls of modules, lifetimes of tensors (`graph.step_observer`), the optimizer's state
+    step 1        every operator timed in place (`graph.step_timer`), the optimizer's traffic
+    step 2, ...   the clock alone: forward, backward, the whole step
+    after them    a plan is searched beside training (`ObservedPlanning`), and takes over between two steps that all ranks agree
+                  on, with parameters and optimizer states where they are
+
+In the place of a step without a loss the next one is recorded. Where a plan cannot be made, DDP goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_topt.basics.forked_call import ForkedCall
+from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.costs.cluster import Cluster, Device
+from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.measurements import Measurements
+from lightning_topt.costs.node_types import Link
+from lightning_topt.costs.observed_optimizer import OptimizerObserver
+from lightning_topt.graph.blocks import why_not_recomputed
+from lightning_topt.graph.containers import is_users
+from lightning_topt.graph.errors import CaptureError
+from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.step_observer import ModuleState, StepObserver
+from lightning_topt.graph.step_timer import StepTimer
+from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS, NoPlanFitsError
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
+from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
+from lightning_topt.plan.plan_search import search_plans
+from lightning_topt.plan.presets import PRESETS
+from lightning_topt.plan.priced_plan import price_plan
+from lightning_topt.plan.search_request import SearchRequest
+from lightning_topt.plugins.allowed_exchanges import exchanges_of_run
+from lightning_topt.plugins.given_plans import UniformPlan
+from lightning_topt.plugins.plan_request import PlanRequest
+from lightning_topt.plugins.planning import Planning
+from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
+from lightning_topt.plugins.searched_plan import choose_for, needs_whole_parameters, say
+
+Decision = tuple[ParallelPlan, Planning | None, str]
+WATCHED_STEPS = 3
+_SEARCH_SECONDS = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """What rank 0 saw of the first steps: the graph, its kernels' seconds in place, the optimizers, and the seconds of a step.
+
+    `step_seconds` is None where no whole step was timed; `compute_seconds` are forward and backward without the exchange.
+    """
+
+    graph: OpGraph
+    kernel_seconds: dict[KernelKey, float]
+    optimizers: OptimizerObserver
+    step_seconds: float | None
+    compute_seconds: float | None
+
+
+class ObservedFit:
+    """Watches the first `steps` steps of a fit of `module` with `optimizers`, on `device`; only rank 0 looks.
+
+    Every rank has one, so that all of them know when a plan is due.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        device: torch.device,
+        steps: int,
+        is_rank_0: bool,
+    ) -> None:
+        self.module, self.device, self.steps, self.is_rank_0 = module, device, steps, is_rank_0
+        self.seen = 0  # batches with a whole step
+        self.problem: str | None = None if is_rank_0 else "watched on rank 0"
+        self._observer: StepObserver | None = None
+        self._has_graph = self._has_backward = False
+        self._timer: StepTimer | None = None
+        self._changed: set[str] | None = None
+        self._clock = StepClock(device)
+        self._optimizers = (
+            OptimizerObserver(optimizers, named_parameters=module.named_parameters()) if is_rank_0 else None
+        )
+        self._is_over = False
+        if is_rank_0:
+            self.problem = why_not_watched(module)
+
+    # ---- the batches ----------------------------------------------------------------------------------------------
+
+    def begin_batch(self, batch_idx: int, *, accumulate: int) -> bool:
+        """A batch begins; return whether the plan is due before it: all steps were seen, and none is half done."""
+        if self._has_backward:
+            self.seen, self._has_backward = self.seen + 1, False
+        due = self.seen >= self.steps and batch_idx % accumulate == 0
+        if not due:
+            self._clock.begin()
+        return due
+
+    def forward(self, args: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Return the context in which `training_step` runs with `args`."""
+        if self.problem is not None or self._is_over:
+            return nullcontext()
+        if not self._has_graph:
+            return self._recorded_forward(args)
+        return self._timed_forward() if self.seen == 1 < self.steps else self._clock.phase("forward")
+
+    def backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Return the context in which the backward pass from `loss` runs."""
+        self._has_backward = True
+        if self.problem is not None or self._is_over:
+            return nullcontext()
+        if not self._has_graph:
+            return self._recorded_backward(loss)
+        if self._timer is not None and self.seen == 1:
+            return self._timer
+        return self._clock.phase("backward")
+
+    @contextmanager
+    def update(self, optimizer: Optimizer) -> Iterator[None]:
+        """A step of `optimizer`, which may call forward and backward."""
+        observer, number = self._optimizers, self.seen
+        if self.problem is not None or self._is_over or observer is None or optimizer not in observer.optimizers:
+            yield
+            return
+        # The first step shows the optimizer's state, the second what it moves; later ones are timed.
+        with observer.recording(optimizer) if number < 2 else observer.timing(optimizer):
+            yield
+        if self._has_graph and number > 1:
+            self._clock.end()
+
+    def close(self) -> None:
+        """Stop watching: every hook is taken off."""
+        self._is_over = True
+        if self._observer is not None:
+            self._observer.close()
+
+    @contextmanager
+    def _recorded_forward(self, args: tuple[Any, ...]) -> Iterator[None]:
+        if self._observer is not None:  # of a step without a backward pass
+            self._observer.close()
+        self._observer = StepObserver(self.module, args)
+        with self._observer.forward():
+            yield
+
+    @contextmanager
+    def _recorded_backward(self, loss: Tensor) -> Iterator[None]:
+        if self._observer is None:
+            yield
+            return
+        with self._observer.backward(loss):
+            yield
+        self._observer.close()
+        self._has_graph = True
+
+    @contextmanager
+    def _timed_forward(self) -> Iterator[None]:
+        state, self._timer = ModuleState(self.module), StepTimer(self.device)
+        with self._timer:
+            yield
+        self._changed = state.changed()
+
+    # ---- what was seen --------------------------------------------------------------------------------------------
+
+    def graph(self) -> OpGraph:
+        """Return the graph of a step, on rank 0. Raises CaptureError where no whole step was seen."""
+        if self.problem is not None:
+            raise CaptureError(self.problem)
+        if self._observer is None:
+            raise CaptureError("no training step was seen")
+        return self._observer.graph(changed=self._changed)
+
+    def result(self) -> Observed:
+        """Return all that was seen, on rank 0. Raises CaptureError where that is not a whole step, OptimizerError."""
+        graph = self.graph()
+        assert self._optimizers is not None
+        kernels = {} if self._timer is None else dict(self._timer.seconds())
+        step, forward, backward = (self._clock.median(name) for name in ("step", "forward", "backward"))
+        compute = None
+        if forward is not None and backward is not None and kernels:
+            passed = sum(
+                kernel.count * kernels.get(key, 0.0)
+                for op in graph.ops
+                for kernel, key in ((k, (k.name, _text(k.arguments))) for k in op.backward)
+            )
+            compute = forward + min(passed, backward)
+        return Observed(graph, kernels, self._optimizers, step, compute)
+
+
+class StepClock:
+    """The seconds of steps and of their phases, without anything else in the way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, list[float]] = {}
+        self._start = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._start = time.perf_counter()
+
+    def end(self) -> None:
+        """The step is over."""
+        self._synchronize()
+        self._seconds.setdefault("step", []).append(time.perf_counter() - self._start)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of it."""
+        self._synchronize()
+        start = time.perf_counter()
+        yield
+        self._synchronize()
+        self._seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+    def median(self, name: str) -> float | None:
+        """Return the median seconds of a phase, None where there was none."""
+        return statistics.median(self._seconds[name]) if name in self._seconds else None
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class WatchingRedirection(_DDPForwardRedirection):
+    """Lightning's call of `training_step` through the wrapper's forward, with `around` it and inside of the wrapper."""
+
+    def __init__(self, around: Callable[[tuple[Any, ...]], AbstractContextManager[None]]) -> None:
+        self._around = around
+
+    @override
+    def __call__(
+        self,
+        wrapper_module: nn.Module,
+        original_module: pl.LightningModule,
+        method_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        original_forward = original_module.forward
+
+        def forward(*inner: Any, **inner_kwargs: Any) -> Any:
+            original_module.forward = original_forward  # type: ignore[method-assign]
+            with self._around((*inner, *inner_kwargs.values())):
+                out = getattr(original_module, method_name)(*inner, **inner_kwargs)
+            self.on_after_inner_forward(wrapper_module, original_module)
+            return out
+
+        original_module.forward = forward  # type: ignore[method-assign]
+        out = wrapper_module(*args, **kwargs)
+        self.on_after_outer_forward(wrapper_module, original_module)
+        return out
+
+
+def why_not_watched(module: nn.Module) -> str | None:
+    """Return why steps of `module` cannot be watched, as a clause; None where they can."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled
+        return None
+    for path, part in module.named_modules():
+        if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
+            return f"{path or type(part).__name__!r} is compiled, and what runs inside of it is not seen"
+        cls = type(part)
+        known = [vars(part), vars(cls), vars(sys.modules[cls.__module__]) if is_users(cls.__module__) else {}]
+        for name, value in (item for names in known for item in list(names.items())):
+            if callable(value) and "_torchdynamo_orig_callable" in getattr(value, "__dict__", {}):
+                return f"the function {name!r} is compiled, and what runs inside of it is not seen"
+    return None
+
+
+def _text(arguments: Any) -> str:
+    return json.dumps(arguments, sort_keys=True)
+
+
+# ---- planning -----------------------------------------------------------------------------------------------------
+
+
+class ObservedPlanning:
+    """Makes a plan of what `fit` saw, beside training: `poll` it between steps, on all ranks, until it returns one.
+
+    The search runs in a copy of rank 0's process, unless somebody wants the same plan at the same step every time, or memory is
+    scarce. What cannot be planned goes on as DDP, with a warning, unless the request insists.
+    """
+
+    def __init__(self, request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit) -> None:
+        self._request, self._trainer, self._fit = request, trainer, fit
+        self._observed: Observed | None = None  # on rank 0
+        self._planning: Planning | None = None
+        self._search: ForkedCall[Planning] | None = None
+        self._is_searching = False
+
+    def poll(self) -> Decision | None:
+        """Return the decision, None where the search is not over. A collective call."""
+        try:
+            plan = self._poll_search() if self._is_searching else self._begin()
+        except Exception as error:
+            if self._request.insists or is_of_collective(error):
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            rank_zero_warn(f"topt: no plan can be made from the first steps, so DDP goes on: {reason}")
+            plain = preset_plan(PRESETS["ddp"], mesh=data_mesh(dist.get_world_size()))
+            return plain, None, f"ddp: {reason}"
+        if plan is None:
+            return None
+        say(plan)
+        return plan, self._planning, "search"
+
+    def close(self) -> None:
+        """End a search that is under way."""
+        if self._search is not None:
+            self._search.kill()
+
+    def _begin(self) -> ParallelPlan | None:
+        """The plan, where it needs no search or one that is waited for; else begin to search."""
+        found = on_rank_0(self._look)
+        if found is not None:
+            return ParallelPlan.from_dict(found)
+        cluster = _cluster_of(self._request, self._trainer)
+        waits = self._request.saves_memory or self._request.cluster is not None
+        waits = waits or torch.are_deterministic_algorithms_enabled() or not hasattr(os, "fork")
+
+        def search() -> dict[str, Any] | None:
+            assert self._observed is not None
+            wanted = _search_request(self._request, self._trainer, self._observed, cluster)
+            run = partial(_search, self._request, wanted, self._observed)
+            if waits:
+                self._planning = run()
+                return self._planning.chosen.plan.to_dict()
+            self._search = ForkedCall(run)
+            return None
+
+        found = on_rank_0(search)
+        self._is_searching = found is None
+        return None if found is None else ParallelPlan.from_dict(found)
+
+    def _look(self) -> dict[str, Any] | None:
+        self._observed = self._fit.result()
+        self._fit.close()
+        stays = _why_ddp_stays(self._request, self._observed)
+        return _ddp_plan(self._observed, dist.get_world_size(), stays).to_dict() if stays else None
+
+    def _poll_search(self) -> ParallelPlan | None:
+        """The plan, once the search is over on rank 0."""
+        device = self._trainer.strategy.root_device
+        is_over = torch.tensor(int(self._search is not None and self._search.is_ready()), device=device)
+        dist.broadcast(is_over, 0)
+        if not is_over:
+            return None
+
+        def found() -> dict[str, Any]:
+            assert self._search is not None
+            self._planning = self._search.result()
+            return self._planning.chosen.plan.to_dict()
+
+        return ParallelPlan.from_dict(on_rank_0(found))
+
+
+def refine_observed(request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit) -> Decision:
+    """Return the uniform plan that was asked for, for the blocks that rank 0 saw. A collective call, between two steps."""
+    given = request.plan
+    assert isinstance(given, UniformPlan)
+    mesh = given.mesh(dist.get_world_size(), num_nodes=trainer.num_nodes)
+    fit.close()
+
+    def of_blocks() -> dict[str, Any]:
+        graph = fit.graph()
+        plan = given.of(graph, mesh)
+        if graph.unused and not plan.keeps_gradients_whole:
+            raise PlanError(
+                f"this plan shards parameters, but the step gives {graph.unused[0]} no gradient, which only "
+                "DistributedDataParallel sees and answers; choose ZeRO level 0 or 1"
+            )
+        if given.recompute and (reason := why_not_recomputed(graph)):
+            rank_zero_warn(f"topt: '+recompute' leaves blocks as they are: {reason}")
+        return plan.to_dict()
+
+    return ParallelPlan.from_dict(on_rank_0(of_blocks)), None, "given"
+
+
+def _why_ddp_stays(request: PlanRequest, observed: Observed) -> str | None:
+    """Why nothing can be gained by any plan, as a sentence; None where something might be.
+
+    Plans on data axes compute what DDP computes. What they may save is the rest of the step: the optimizer's part, and the
+    exchange that backward does not hide.
+    """
+    step, compute = observed.step_seconds, observed.compute_seconds
+    if request.saves_memory or request.cluster is not None or step is None or compute is None:
+        return None
+    if compute * (1 + TIME_ERROR) + TIME_ERROR_SECONDS < step:
+        return None
+    return (
+        f"Nothing to gain: of a step of {1e3 * step:.1f} ms, {1e3 * compute:.1f} ms are forward and backward, which take as "
+        "long under any plan on data axes"
+    )
+
+
+def _ddp_plan(observed: Observed, ranks: int, reason: str) -> ParallelPlan:
+    """Plain DDP with the blocks that were seen, the time that was measured and the memory that is predicted."""
+    graph, seconds = observed.graph, observed.step_seconds or 0.0
+    plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(ranks), blocks=[block.name for block in graph.blocks])
+    request = SearchRequest(
+        graph,
+        _any_cluster(ranks),
+        observed.optimizers.profile(),
+        device_counts=(ranks,),
+        global_batch_size=graph.batch_size * ranks,
+    )
+    plan = dataclasses.replace(plan, model=graph.model, fingerprint=graph.fingerprint, batch_size=graph.batch_size)
+    priced = price_plan(request, plan)
+    compute = observed.compute_seconds or 0.0
+    predicted = dataclasses.replace(
+        priced.predicted,
+        step_seconds=seconds,
+        compute_seconds=compute,
+        exposed_communication_seconds=max(seconds - compute, 0.0),
+    )
+    return dataclasses.replace(plan, predicted=predicted, reason=f"{reason}.")
+
+
+def _any_cluster(ranks: int) -> Cluster:
+    """Ranks on one machine of no particular speed, where memory alone is asked for."""
+    device = Device("any", 1 << 60, {"float32": 1e11}, 1e10, 2e-6)
+    link = Link(latency_seconds=1e-4, bandwidth=1e9)
+    return Cluster("any", device=device, devices_per_node=ranks, num_nodes=1, intra=link)
+
+
+def _cluster_of(request: PlanRequest, trainer: pl.Trainer) -> Cluster:
+    """The cluster as given, as stored, or as measured now. A collective call."""
+    if request.cluster is not None:
+        return request.cluster
+    device = trainer.strategy.root_device
+    found = Measurements.open(
+        device=device, num_nodes=trainer.num_nodes, progress=lambda line: rank_zero_info(f"topt: {line}")
+    )
+    return on_every_rank(found.cluster)
+
+
+def _search_request(request: PlanRequest, trainer: pl.Trainer, observed: Observed, cluster: Cluster) -> SearchRequest:
+    """What to search on data axes; nothing of it refers to the trainer."""
+    ranks, graph = dist.get_world_size(), observed.graph
+    optimizer = observed.optimizers.profile(op_overhead_seconds=cluster.device.op_overhead_seconds)
+    if request.cluster is not None:  # of other machines, perhaps
+        optimizer = dataclasses.replace(optimizer, seconds_per_element={})
+    return SearchRequest(
+        graph,
+        cluster,
+        optimizer,
+        device_counts=(ranks,),
+        global_batch_size=graph.batch_size * ranks,
+        shards=needs_whole_parameters(request, trainer, graph) is None,
+        exchanges=exchanges_of_run(request.allowed, trainer, optimizer),
+        kernel_seconds={} if request.cluster is not None else observed.kernel_seconds,
+        returns_memory=request.saves_memory,
+        max_seconds=_SEARCH_SECONDS,
+    )
+
+
+def _search(request: PlanRequest, search: SearchRequest, observed: Observed) -> Planning:
+    """Search, and choose."""
+    frontier = search_plans(search)
+    if request.cluster is None and not request.saves_memory and observed.step_seconds is not None:
+        frontier = _as_measured(frontier, observed.step_seconds)
+    try:
+        return Planning(frontier, choose_for(request, frontier, search.cluster), search.graph)
+    except NoPlanFitsError as error:
+        if (reason := why_not_recomputed(search.graph)) is None:
+            raise
+        raise NoPlanFitsError(f"{error}. Activation checkpointing was left out: {reason}") from error
+
+
+def _as_measured(frontier: PlanFrontier, ddp_seconds: float) -> PlanFrontier:
+    """`frontier` with all times scaled so that plain DDP takes what its steps took: errors of the plans are alike."""
+    plain = [p for p in frontier.candidates if _is_plain(p.plan)]
+    if not plain or plain[0].step_seconds <= 0:
+        return frontier
+    factor = ddp_seconds / plain[0].step_seconds
+
+    def scaled(point: PlanPoint) -> PlanPoint:
+        plan, predicted = point.plan, point.plan.predicted
+        if predicted is not None:
+            times = ("step_seconds", "compute_seconds", "exposed_communication_seconds")
+            new = dataclasses.replace(predicted, **{name: factor * getattr(predicted, name) for name in times})
+            plan = dataclasses.replace(plan, predicted=new)
+        return dataclasses.replace(point, step_seconds=factor * point.step_seconds, plan=plan)
+
+    return dataclasses.replace(
+        frontier, points=tuple(map(scaled, frontier.points)), uniform=tuple(map(scaled, frontier.uniform))
+    )
+
+
+def _is_plain(plan: ParallelPlan) -> bool:
+    blocks = (block.config for block in plan.blocks)
+    is_ddp = all(config.storage.level == 0 and not config.recompute for config in blocks)
+    return is_ddp and len(plan.mesh.axes) == 1 and plan.gradient_exchange is None and plan.schedule is None

@@ -1,0 +1,67 @@
+"""A function in a copy of the process: its result, its error, and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from lightning_topt.basics.forked_call import ForkedCall
+
+
+def test_the_result_comes_while_the_process_goes_on() -> None:
+    values, gate = list(range(200_000)), os.pipe()
+    call = ForkedCall(lambda: (os.read(gate[0], 1), values)[1])
+    assert not call.is_ready()
+    values[0] = -1  # the copy has its own
+    os.write(gate[1], b"x")
+    found = call.result()
+    assert found[0] == 0 and len(found) == 200_000  # more than a pipe holds
+    assert call.is_ready()
+
+
+class Picky(Exception):
+    """Cannot be made from its arguments."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+@pytest.mark.parametrize(("error", "kind"), [(ValueError("no plan"), ValueError), (Picky("no", "plan"), RuntimeError)])
+def test_an_error_is_raised_where_the_result_is_asked_for(error: Exception, kind: type[Exception]) -> None:
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(kind, match="no plan"):
+        ForkedCall(fails).result()
+
+
+def test_a_process_that_is_killed_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="was killed"):
+        ForkedCall(lambda: os.kill(os.getpid(), signal.SIGKILL)).result()
+
+
+def test_killing_leaves_no_process_behind() -> None:
+    call = ForkedCall(lambda: time.sleep(600))
+    call.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(call._process, 0)
+
+
+def test_waiting_has_an_end() -> None:
+    with pytest.raises(TimeoutError, match="has not ended"):
+        ForkedCall(lambda: time.sleep(600)).result(timeout_seconds=0.2)
+
+
+def test_it_runs_beside_other_threads() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        assert ForkedCall(lambda: threading.active_count()).result() == 1
+    finally:
+        stop.set()
+        thread.join()

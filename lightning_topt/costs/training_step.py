@@ -17,7 +17,7 @@ from lightning_topt.costs.communication import (
     estimate_collective_seconds,
     estimate_wait_seconds,
 )
-from lightning_topt.costs.compute import KernelKey, estimate_pass_seconds
+from lightning_topt.costs.compute import KernelKey, estimate_pass_seconds, kernel_key
 from lightning_topt.costs.cost_table import Array
 from lightning_topt.costs.exchange_model import ExchangeModel, make_exchange_model
 from lightning_topt.costs.groups import Group
@@ -66,6 +66,8 @@ class TrainingStep:
         joined_bytes: bytes of parameters that a rank does not hold, but needs for an evaluation.
         computes: other entries of the configurations of blocks along these axes (`OpConfig`), by block.
         split_calls: calls of torch functions in the forward of blocks whose parameters are split.
+        in_place: `kernel_seconds` were measured in steps of a run that `returns_memory` too (`graph.step_timer`), so that they
+            contain the taking.
         joint: modules that run the batches of all ranks of a tensor group, each of which brings one of `batch_size` samples.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample or of a size that the
@@ -86,6 +88,7 @@ class TrainingStep:
     computes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     split_calls: int = 0
     joint: tuple[JointModule, ...] = ()
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)
@@ -187,6 +190,8 @@ class TrainingStep:
             measured_batch_size=self.graph.batch_size,
             collectives=[each for kernel in communication for each in self._shown_seconds(kernel)],
         )
+        if self.in_place:
+            kernels = [kernel for kernel in kernels if kernel_key(kernel) not in self.kernel_seconds]
         return seconds + self.taken_seconds(kernels_bytes(kernels, batch_size=self.batch_size))
 
     def _shown_seconds(self, kernel: Kernel) -> list[float]:

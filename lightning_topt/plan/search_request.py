@@ -33,6 +33,7 @@ class SearchRequest:
             cannot have are left out there.
         kernel_seconds: measured kernels (`measure_kernels`); only of use at the captured batch size, and not asked on clusters
             of several kinds of nodes.
+        in_place: `kernel_seconds` were measured in steps of the run that returned memory too (see `TrainingStep`).
         returns_memory: every plan is to keep a memory limit (see `TrainingStep`); plans that shard gradients always do so.
         capture_seconds: what making `graph` took, for the record.
         max_seconds: CPU seconds of the search for one number of devices, without captures of steps on slices, after which the
@@ -57,6 +58,7 @@ class SearchRequest:
     shards: bool = True
     exchanges: Sequence[GradientMethod] = ()
     kernel_seconds: Mapping[KernelKey, float] = field(default_factory=dict)
+    in_place: bool = False
     returns_memory: bool = False
     capture_seconds: float = 0.0
     max_seconds: float = 10.0
@@ -80,7 +82,9 @@ def step_on(request: SearchRequest, mesh: Mesh) -> TrainingStep:
     batches = mesh.ranks_along(mesh.tensor_axes) if request.own_batches else 1
     samples = max(request.global_batch_size // (mesh.data_parallel_size * batches), 1)
     common = request.graph, request.cluster, request.optimizer, mesh, samples, request.kernels
-    return TrainingStep(*common, returns_memory=request.returns_memory, num_microbatches=batches)
+    return TrainingStep(
+        *common, returns_memory=request.returns_memory, in_place=request.in_place, num_microbatches=batches
+    )
 
 
 def stage_blocks(request: SearchRequest, plan: ParallelPlan | None = None) -> StageBlocks:

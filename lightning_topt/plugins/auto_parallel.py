@@ -206,6 +206,8 @@ class AutoParallelStrategy(DataRanks):
     def _observe(self, *, steps: int) -> None:
         """Watch the next `steps` steps."""
         assert self.lightning_module is not None
+        if self.request.plan is None and self.request.saves_memory:
+            return_freed_memory(self.root_device)  # as the plan will run
         optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
         self._watched_fit = ObservedFit(
             self.lightning_module,

@@ -471,6 +471,7 @@ def _search_request(request: PlanRequest, trainer: pl.Trainer, observed: Observe
         shards=needs_whole_parameters(request, trainer, graph) is None,
         exchanges=exchanges_of_run(request.allowed, trainer, optimizer),
         kernel_seconds={} if request.cluster is not None else observed.kernel_seconds,
+        in_place=request.saves_memory,
         returns_memory=request.saves_memory,
         max_seconds=_SEARCH_SECONDS,
     )
@@ -479,7 +480,7 @@ def _search_request(request: PlanRequest, trainer: pl.Trainer, observed: Observe
 def _search(request: PlanRequest, search: SearchRequest, observed: Observed) -> Planning:
     """Search, and choose."""
     frontier = search_plans(search)
-    if request.cluster is None and not request.saves_memory and observed.step_seconds is not None:
+    if request.cluster is None and observed.step_seconds is not None:
         frontier = _as_measured(frontier, observed.step_seconds)
     try:
         return Planning(frontier, choose_for(request, frontier, search.cluster), search.graph)

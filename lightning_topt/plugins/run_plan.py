@@ -103,9 +103,9 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
 
 def _say_traced() -> None:
     rank_zero_info(
-        "topt: this plan is made before the first step, for which training_step runs some more times, on copies without memory. "
-        "Code in it that counts, writes files or takes from an iterator may notice; a search without memory_limit, and plans on "
-        "data axes by name, watch real steps instead (docs/auto_parallel.md)"
+        "topt: this plan is made before the first step, for which training_step runs some more times, on copies without "
+        "memory. Code in it that counts, writes files or takes from an iterator may notice; a search without memory_limit, and "
+        "plans on data axes by name, watch real steps instead (docs/auto_parallel.md)"
     )
 
 

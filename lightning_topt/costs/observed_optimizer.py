@@ -21,12 +21,12 @@ import functools
 import gc
 import math
 import statistics
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -614,13 +614,13 @@ class _Clock:
     def resume(self) -> None:
         """Run from here on."""
         self._mark()
-        self._wall -= time.perf_counter()
-        self._thread -= time.thread_time()
+        self._wall -= perf_counter()
+        self._thread -= thread_time()
 
     def pause(self) -> None:
         """Stand still from here on."""
-        self._thread += time.thread_time()
-        self._wall += time.perf_counter()
+        self._thread += thread_time()
+        self._wall += perf_counter()
         self._mark()
 
     def _mark(self) -> None:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Mapping
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -56,10 +56,10 @@ class StepTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         key = self._key(func, args, kwargs)
         if self._on_host:
-            processor, start = time.thread_time(), time.perf_counter()
+            processor, start = thread_time(), perf_counter()
             out = func(*args, **kwargs)
-            seconds = time.perf_counter() - start
-            self._wall, self._processor = self._wall + seconds, self._processor + time.thread_time() - processor
+            seconds = perf_counter() - start
+            self._wall, self._processor = self._wall + seconds, self._processor + thread_time() - processor
             self._times[key].append(seconds)
             return out
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -285,17 +285,17 @@ class AutoParallelStrategy(DataRanks):
 
     def _plan(self, trainer: pl.Trainer, decide: Callable[[], Decision | None]) -> bool:
         """Take over what `decide` returns; return whether there is a plan."""
-        start = time.perf_counter()
+        start = perf_counter()
         with isolate_rng():
             decision = decide()
         if decision is None:
-            self.planning_seconds = (self.planning_seconds or 0.0) + time.perf_counter() - start
+            self.planning_seconds = (self.planning_seconds or 0.0) + perf_counter() - start
             return False
         self.parallel_plan, self.planning, self.planned_by = decision
         if self.request.saves_memory or self.parallel_plan.saves_memory:
             release_free_memory()
             return_freed_memory(self.root_device)
-        self.planning_seconds = (self.planning_seconds or 0.0) + time.perf_counter() - start
+        self.planning_seconds = (self.planning_seconds or 0.0) + perf_counter() - start
         if any(isinstance(callback, StepMonitor) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             warm_up(self.root_device)
             self.memory_meter = MemoryMeter(self.root_device)

@@ -16,10 +16,10 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -219,21 +219,21 @@ class StepClock:
 
     def begin(self) -> None:
         """A step begins."""
-        self._start = time.perf_counter()
+        self._start = perf_counter()
 
     def end(self) -> None:
         """The step is over."""
         self._synchronize()
-        self._seconds.setdefault("step", []).append(time.perf_counter() - self._start)
+        self._seconds.setdefault("step", []).append(perf_counter() - self._start)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of it."""
         self._synchronize()
-        start = time.perf_counter()
+        start = perf_counter()
         yield
         self._synchronize()
-        self._seconds.setdefault(name, []).append(time.perf_counter() - start)
+        self._seconds.setdefault(name, []).append(perf_counter() - start)
 
     def median(self, name: str) -> float | None:
         """Return the median seconds of a phase, None where there was none."""

@@ -129,16 +129,23 @@ class Engine:
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def run_step(
-        self, microbatches: Sequence[Any], loss_fn: LossFunction, *, weights: Sequence[float] | None = None
+        self,
+        microbatches: Sequence[Any],
+        loss_fn: LossFunction,
+        *,
+        weights: Sequence[float] | None = None,
+        divisor: Callable[[], float] | None = None,
     ) -> Tensor:
         """Run forward and backward of all microbatches; gradients are those of the mean loss. Returns losses (n,).
 
         `loss_fn` is called with the model and a microbatch. `weights` of the losses, one for each microbatch, are those of the
-        mean unless given: the shares of samples where these differ, 1 each for losses that are sums. A collective call.
+        mean unless given: the shares of samples where these differ, 1 each for losses that are sums. Under a plan with stages,
+        gradients are divided by what `divisor` returns at the end of the step on the last stage. A collective call.
         """
         factors = [1 / len(microbatches)] * len(microbatches) if weights is None else list(weights)
         if self._stages is not None:
-            return self._stages.run_step(microbatches, loss_fn, weights=factors)
+            return self._stages.run_step(microbatches, loss_fn, weights=factors, divisor=divisor)
+        assert divisor is None, "microbatches in turn have weights"
         return run_in_turn(microbatches, partial(loss_fn, self._model), factors, around=self._applied.around_microbatch)
 
     @property

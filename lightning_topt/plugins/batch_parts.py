@@ -57,9 +57,9 @@ def count_samples(batch: Any) -> int:
         return 1
 
 
-def doubled(batch: Any) -> Any:
-    """Return `batch` with every sample twice. Raises ValueError as `split_batch`."""
-    return _Samples.of(batch).map(batch, _twice)
+def first_samples(batch: Any, count: int) -> Any:
+    """Return the first `count` samples of `batch`, as views. Raises ValueError as `split_batch`."""
+    return _Samples.of(batch).map(batch, _slice(0, count))
 
 
 Along = Callable[[Any], Any]
@@ -135,9 +135,3 @@ def _has_packed(value: Any) -> bool:
 
 def _slice(start: int, stop: int) -> Along:
     return lambda value: value[start:stop]
-
-
-def _twice(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.cat([value, value])
-    return np.concatenate([value, value]) if isinstance(value, np.ndarray) else value + value

@@ -1,4 +1,10 @@
-"""Losses and logged values of the parts of a batch: means over samples, sums, or neither; found by a test."""
+"""Losses and logged values of the parts of a batch: means over what the parts have, sums, or neither; found by a test.
+
+[Note: divisors] A mean is a sum that is divided by how much it has: samples, tokens that are not padding, weights of classes.
+The graph of the loss says by what each of its summands is divided, in every part of a batch. In a sum over samples that is
+the same in all parts; in a mean it grows with the part, and is the part's weight in the mean of the whole batch. What they are
+multiplied by is a constant.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,11 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from lightning_topt.plugins.metric_states import uncounted
@@ -17,72 +24,223 @@ from lightning_topt.plugins.pipeline_values import Call
 from lightning_topt.plugins.turns import loss_of
 from lightning_topt.techniques.tensor_parallel.random_states import random_states, set_random_states
 
-_RELATIVE = 1e-3  # by which equal losses may differ, in float32
+_RELATIVE = 1e-4  # by which equal losses may differ, in float32
 _RELATIVE_HALF, _RELATIVE_RANDOM = 3e-2, 0.4
+_MEAN = 1  # torch.nn._reduction.get_enum
+
+
+class Summand(NamedTuple):
+    """A `Summand` of a loss is a sum over a batch, divided by `divisor`, and multiplied by `factor`."""
+
+    divisor: float
+    factor: float
+
+
+Summands = tuple[Summand, ...]
+
+
+# ---- the test -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LossKinds:
-    """A step's `loss` over parts of its batch is a ``"mean"`` or a ``"sum"``, and so are the values that it logs, by name, and
-    the leaves of what it returns, by place. None: the test batch did not tell.
+    """A step's `loss` over parts of its batch is a ``"mean"`` or a ``"sum"``. None: the test batch did not tell.
+
+    So are the values that it `logged`, by name, and the leaves of what it `returned`, by place: ``"sum"`` or ``"loss"``, which
+    has the weights of the loss; all else are means over samples. `loops`: the loss has a summand for each sample.
     """
 
     loss: str | None
     logged: Mapping[str, str] = field(default_factory=dict)
     returned: Mapping[int, str] = field(default_factory=dict)
-
-    def weights(self, sizes: Sequence[int]) -> tuple[float, ...]:
-        """Return the weights of the losses of parts that have `sizes` samples."""
-        return tuple(1.0 if self.loss == "sum" else size / sum(sizes) for size in sizes)
+    loops: bool = False
 
 
-Step = tuple[Any, Sequence[Call]]  # what it returned, and its calls
+@dataclass(frozen=True)
+class TriedStep:
+    """A step of the test on `size` samples: what it returned, its calls, the summands of its loss."""
+
+    output: Any
+    calls: Sequence[Call]
+    summands: Summands
+    size: int
 
 
-def compare_steps(once: Step, twice: Step, *, draws: bool, half: bool = False) -> LossKinds:
-    """Return the kinds, from the step of a batch and from that of the batch with every sample twice.
+def compare_steps(
+    parts: tuple[TriedStep, TriedStep], whole: TriedStep, *, draws: bool, half: bool = False
+) -> LossKinds:
+    """Return the kinds, from the steps of two parts of a batch, and of both together.
 
-    `draws`: it draws random numbers, so that no two steps are equal; `half`: it computes in 16 bits. Raises ValueError for a
+    `draws`: they draw random numbers, so that no two steps are equal; `half`: they compute in 16 bits. Raises ValueError for a
     loss of neither kind.
     """
-    first, second = loss_of(once[0]), loss_of(twice[0])
-    if first is None or second is None:
+    relative = _RELATIVE_RANDOM if draws else _RELATIVE_HALF if half else _RELATIVE
+    outputs = [step.output for step in (*parts, whole)]
+    losses = [loss_of(output) for output in outputs]
+    if any(loss is None for loss in losses):
         raise ValueError(
             "training_step returned no loss for a microbatch, which a pipeline cannot leave out; return one, or use another "
             "strategy"
         )
-    relative = _RELATIVE_RANDOM if draws else _RELATIVE_HALF if half else _RELATIVE
-    kind = _kind(float(first), float(second), relative)
+    loops = len({len(step.summands) for step in (*parts, whole)}) > 1
+    sizes = [float(step.size) for step in parts]
+    known = [] if loops else [step.summands for step in parts]
+    weights = loss_weights(known, kind=None) or [size / sum(sizes) for size in sizes]
+    kind = _kind([float(loss) for loss in losses if loss is not None], weights, relative)
     if kind == "neither":
+        first, second, both = (f"{float(loss):.6g}" for loss in losses if loss is not None)
         raise ValueError(
-            f"the loss is neither a mean nor a sum over samples: for the first microbatch it is "
-            f"{float(first):.6g}, and with every sample in it twice {float(second):.6g}. A loss that depends on the batch as a "
-            "whole is another one in microbatches; use microbatches=1"
+            f"the loss is neither a mean nor a sum over samples: for the first two microbatches it is {first} and {second}, "
+            f"and for both together {both}. A loss that depends on the batch as a whole is another one in microbatches; use "
+            "microbatches=1"
         )
-    logged = {a.name: _kind_of(a.value, b.value, relative) for a, b in zip(once[1], twice[1], strict=False)}
-    leaves = zip(tree_leaves(once[0]), tree_leaves(twice[0]), strict=False)
-    returned = {place: _kind_of(a, b, relative) for place, (a, b) in enumerate(leaves)}
-    return LossKinds(
-        kind,
-        {name: found for name, found in logged.items() if found == "sum"},
-        {place: found for place, found in returned.items() if found == "sum"},
-    )
+    if known:
+        _check_whole(kind, known, whole.summands, relative=_RELATIVE_HALF if half else _RELATIVE)
+    logged: dict[str, str] = {}
+    for calls in zip(*(step.calls for step in (*parts, whole)), strict=False):
+        if found := _kind_of([call.value for call in calls], losses, weights, relative):
+            logged[calls[0].name] = found
+    leaves = zip(*map(tree_leaves, outputs), strict=False)
+    returned = {place: _kind_of(values, losses, weights, relative) for place, values in enumerate(leaves)}
+    return LossKinds(kind, logged, {place: found for place, found in returned.items() if found}, loops)
 
 
-def _kind_of(once: Any, twice: Any, relative: float) -> str | None:
-    if all(
-        isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1) for value in (once, twice)
+def _check_whole(kind: str | None, parts: Sequence[Summands], whole: Summands, *, relative: float) -> None:
+    """Raise ValueError where the summands of a batch are not those of a sum or a mean over its parts."""
+    for summands in zip(*parts, whole, strict=True):
+        first, second, both = (each.divisor for each in summands)
+        expected = first if kind == "sum" else first + second
+        is_one = math.isclose(both, expected, rel_tol=relative) and _close(summands[0].factor, summands[2].factor)
+        if kind and summands[0].factor and not is_one:
+            raise ValueError(
+                f"the loss looks like a {kind} over samples, but a summand of it is divided by {first:.6g} and {second:.6g} "
+                f"for the first two microbatches, and by {both:.6g} for both together: another batch may show that it depends "
+                "on the batch as a whole. Write it as a sum over samples, divided by how much they have, such as "
+                "(losses * mask).sum() / mask.sum(); or use microbatches=1"
+            )
+
+
+def _kind_of(values: Sequence[Any], losses: Sequence[Any], weights: Sequence[float], relative: float) -> str | None:
+    if not all(
+        isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1) for value in values
     ):
-        return _kind(float(once), float(twice), relative)
-    return None
-
-
-def _kind(once: float, twice: float, relative: float) -> str | None:
-    if once == 0 or not math.isfinite(once) or not math.isfinite(twice):
         return None
-    if math.isclose(twice, once, rel_tol=relative):
+    if str([*map(float, values)]) == str([*map(float, losses)]):  # NaN too
+        return "loss"
+    return "sum" if _kind([float(value) for value in values], weights, relative) == "sum" else None
+
+
+def _kind(values: Sequence[float], weights: Sequence[float], relative: float) -> str | None:
+    """The kind of what is the third value for a batch, and the first two for its parts, which have these `weights`."""
+    first, second = (
+        0.0 if weight == 0 else value for value, weight in zip(values, weights, strict=False)
+    )  # NaN without any
+    both = values[-1]
+    if both == 0 or not all(map(math.isfinite, (first, second, both))):
+        return None
+    near = relative * max(abs(first), abs(second), abs(both))
+    if math.isclose(weights[0] * first + weights[1] * second, both, abs_tol=near, rel_tol=0):
         return "mean"
-    return "sum" if math.isclose(twice, 2 * once, rel_tol=relative) else "neither"
+    return "sum" if math.isclose(first + second, both, abs_tol=near, rel_tol=0) else "neither"
+
+
+# ---- divisors -------------------------------------------------------------------------------------------------------
+
+
+def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
+    """Return the weights of parts whose losses have these summands, in the loss of all; [] where there are none.
+
+    Raises ValueError where no weights give that loss.
+    """
+    count = len(parts)
+    if len({len(each) for each in parts}) > 1:
+        raise ValueError("training_step computes the losses of microbatches in different ways; use microbatches=1")
+    found = [[1 / count] * count] if kind == "sum" and parts[0] else []
+    for summands in zip(*parts, strict=True):
+        if not all(_close(each.factor, summands[0].factor) for each in summands):
+            raise ValueError(
+                "the loss is multiplied by a number that microbatches differ in, which tells nothing about the whole batch: "
+                "multiply what is summed, divide by what it is a mean over, or use microbatches=1"
+            )
+        if summands[0].factor:
+            total = sum(each.divisor for each in summands) or math.nan
+            found.append([each.divisor / total for each in summands])
+    if not all(_close(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True)):
+        raise ValueError(
+            "the loss has summands that microbatches have different shares of, such as a mean over tokens that are not padding "
+            "beside one over samples: no weights of microbatches make it the loss of the whole batch. Use microbatches=1, or "
+            "batches whose samples are equally long"
+        )
+    return [1.0] * count if kind == "sum" and found else [*found[0]] if found else []
+
+
+def summands_of(loss: Tensor, *, samples: int) -> Summands:
+    """Return the summands of the loss of a batch with so many `samples`, in the order of its graph (see [Note: divisors])."""
+    if loss.grad_fn is None:
+        return ()
+    found, todo = list[Summand](), [(loss.grad_fn, Summand(1.0, 1.0))]
+    while todo:
+        node, around = todo.pop()
+        inputs = [(parent, _shape(parent, number)) for parent, number in node.next_functions if parent is not None]
+        divisor, factor = around.divisor, around.factor
+        if (constant := _constant(node)) is not None:
+            is_product = node.name().startswith("Mul")
+            divisor, factor = (divisor, factor * constant) if is_product else (divisor * constant, factor)
+        entries = next((shape for _, shape in inputs if shape), None)
+        stacked = _stacked(inputs[0][0]) if entries and len(inputs) == 1 and entries != (samples,) else []
+        if entries is None or stacked:
+            inside = stacked or [parent for parent, _ in inputs]
+            todo += [(parent, Summand(divisor, factor)) for parent in reversed(inside)]
+        else:
+            found.append(Summand(divisor * _reduced(node, math.prod(entries)), factor))
+    return tuple(found)
+
+
+def _shape(node: Node, number: int) -> tuple[int, ...] | None:
+    """The shape of an output of `node`; None where it is not known."""
+    metadata = getattr(node, "_input_metadata", ())
+    return tuple(metadata[number].shape) if number < len(metadata) else None
+
+
+def _stacked(node: Node) -> list[Node]:
+    """The single numbers that `node` puts together."""
+    is_join = node.name().startswith(("StackBackward", "CatBackward"))
+    inputs = [(parent, _shape(parent, number)) for parent, number in node.next_functions if parent is not None]
+    return [parent for parent, _ in inputs] if is_join and not any(shape for _, shape in inputs) else []
+
+
+def _constant(node: Node) -> float | None:
+    """The constant by which `node` multiplies or divides a number; None for other nodes."""
+    sides = [parent is not None for parent, _ in node.next_functions]
+    if not node.name().startswith(("MulBackward", "DivBackward")) or sum(sides) > 1:
+        return None
+    value = getattr(node, "_saved_other" if sides[0] else "_saved_self", None)
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return float(value) if is_number else None  # type: ignore[arg-type]
+
+
+def _reduced(node: Any, entries: int) -> float:
+    """By what `node`, which makes one number of so many entries, divides their sum."""
+    name = node.name()
+    if name.startswith("NllLoss"):
+        return _total_weight(node) if node._saved_reduction == _MEAN else 1.0
+    is_mean = name.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+    return float(entries) if is_mean else 1.0
+
+
+def _total_weight(node: Any) -> float:
+    """The weight of all targets of a cross-entropy that it does not ignore."""
+    ignored = node._saved_ignore_index
+    kept = node._saved_target[node._saved_target != (ignored - 2**64 if ignored >= 2**63 else ignored)]
+    return float(kept.numel() if node._saved_weight is None else node._saved_weight.double()[kept].sum())
+
+
+def _close(one: float, other: float) -> bool:
+    """Whether they are equal, or not both finite, which shows in the loss."""
+    return math.isclose(one, other, rel_tol=_RELATIVE) or not (math.isfinite(one) and math.isfinite(other))
+
+
+# ---- running it -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager

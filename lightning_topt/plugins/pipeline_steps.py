@@ -24,12 +24,29 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
 from lightning_topt.plan.parallel_plan import ParallelPlan
-from lightning_topt.plugins.batch_parts import Parts, doubled, split_batch
+from lightning_topt.plugins.batch_parts import Parts, first_samples, split_batch
 from lightning_topt.plugins.former_gradients import Gradients, cleared_before_backward, gradients_aside
-from lightning_topt.plugins.loss_kinds import LossKinds, compare_steps, drawn_since, without_trace
+from lightning_topt.plugins.loss_kinds import (
+    LossKinds,
+    Summands,
+    TriedStep,
+    compare_steps,
+    drawn_since,
+    loss_weights,
+    summands_of,
+    without_trace,
+)
 from lightning_topt.plugins.member_batches import value_of_member
 from lightning_topt.plugins.metric_states import MetricChanges, take_over, uncounted
-from lightning_topt.plugins.pipeline_values import Call, Told, combined_calls, combined_output, replay, telling
+from lightning_topt.plugins.pipeline_values import (
+    Call,
+    Told,
+    combined_calls,
+    combined_output,
+    replay,
+    telling,
+    weighted_losses,
+)
 from lightning_topt.plugins.row_batches import RowBatches
 from lightning_topt.plugins.turns import loss_of
 from lightning_topt.schedules.continuous import LAGS
@@ -58,13 +75,10 @@ class PipelineSteps:
 
     def example(self, batch: Any) -> Example:
         """Return a training step on a microbatch of `batch`, for the engine to see what it needs. A collective call."""
-        parts = self._parts(batch)
+        parts = split_batch(self._batches.agreed(batch), self._engine.plan.num_microbatches)
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
-        passes = _Passes(self, [], scale=1.0, batch_idx=0 if takes_index else None)
+        passes = _Passes(self, Parts((), ()), LossKinds(None), scale=1.0, batch_idx=0 if takes_index else None)
         return Example(passes.loss, (parts.batches[0],))
-
-    def _parts(self, batch: Any) -> Parts:
-        return split_batch(self._batches.agreed(batch), self._engine.plan.num_microbatches)
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -72,29 +86,36 @@ class PipelineSteps:
         """Return the output of the module's step on every rank of the row, whose loss has the gradients of the weighted mean
         of its microbatches' losses (of their sum, where the loss is a sum). A collective call.
         """
-        parts = self._parts(args[0])
+        batch = self._batches.agreed(args[0])
+        parts = split_batch(batch, self._engine.plan.num_microbatches)
         if self._kinds.loss is None and len(parts.batches) > 1:
-            self._kinds = self._find_kinds(parts.batches[0], args[1:])
-        counting, weights = MetricChanges.begin(self._module), self._kinds.weights(parts.sizes)
-        passes = _Passes(self, parts.batches, scale=self._loss_scale(), batch_idx=_index_in(args))
+            self._kinds = self._find_kinds(batch, parts, args[1:])
+        counting = MetricChanges.begin(self._module)
+        passes = _Passes(self, parts, self._kinds, scale=self._loss_scale(), batch_idx=_index_in(args))
+        weights = [1.0] * len(parts.batches)
+        divisor = passes.total if passes.by_divisors else None
         with gradients_aside(self._module, dropped=cleared_before_backward(self._module)) as gradients:
-            self._engine.run_step(passes.microbatches, passes.loss, weights=weights)
-        told = self._told(self._combined(passes, parts, weights) if passes.finished else None, counting)
+            self._engine.run_step(passes.microbatches, passes.loss, weights=weights, divisor=divisor)
+        told = self._told(self._combined(passes, parts) if passes.finished else None, counting)
         loss = loss_of(told.output)
         assert loss is not None
         joint = joint_loss(loss, gradients, scale=passes.scale, device=self._device)
         return {**told.output, "loss": joint} if isinstance(told.output, Mapping) else joint
 
-    def _combined(self, passes: _Passes, parts: Parts, weights: Sequence[float]) -> Found:
-        """The output and the calls of the whole step; the last stage alone has them."""
+    def _combined(self, passes: _Passes, parts: Parts) -> Found | str:
+        """The output and the calls of the whole step, or why it has none; the last stage alone has them."""
         done = [passes.finished[index] for index in range(len(parts.batches))]
         outputs, calls = [output for output, _ in done], [calls for _, calls in done]
-        output = combined_output(outputs, sizes=parts.sizes, kinds=self._kinds.returned)
-        if len(outputs) > 1:
-            losses = torch.stack([loss.reshape(()) for loss in map(loss_of, outputs) if loss is not None])
-            loss = (losses * torch.tensor(weights, device=losses.device, dtype=losses.dtype)).sum()
-            output = {**output, "loss": loss} if isinstance(output, Mapping) else loss
-        return output, combined_calls(calls, sizes=parts.sizes, kinds=self._kinds.logged)
+        if len(done) == 1:
+            return outputs[0], tuple(calls[0])
+        try:
+            weights = passes.weights()
+        except ValueError as error:
+            return str(error)
+        output = combined_output(outputs, sizes=parts.sizes, weights=weights, kinds=self._kinds.returned)
+        loss = weighted_losses([loss_in(each).reshape(()) for each in outputs], weights)
+        output = {**output, "loss": loss} if isinstance(output, Mapping) else loss
+        return output, combined_calls(calls, sizes=parts.sizes, weights=weights, kinds=self._kinds.logged)
 
     def _loss_scale(self) -> float:
         """The number that a scaler will multiply the loss by: microbatches need it already."""
@@ -105,19 +126,23 @@ class PipelineSteps:
             scaler._lazy_init_scale_growth_tracker(self._device)
         return float(scaler.get_scale())
 
-    def _find_kinds(self, part: Any, rest: Sequence[Any]) -> LossKinds:
+    def _find_kinds(self, batch: Any, parts: Parts, rest: Sequence[Any]) -> LossKinds:
         """Test how the loss adds up; nothing of the test is left. A collective call. Raises ValueError on every rank."""
+        sizes, draws = (*parts.sizes[:2], sum(parts.sizes[:2])), False
+        tried = []
         with without_trace(self._module):
             before = random_states()
-            once = self._pass_through("training_step", (part, *rest))
-            draws = drawn_since(before)
-            set_random_states(before)
-            twice = self._pass_through("training_step", (doubled(part), *rest))
+            for part, size in zip((*parts.batches[:2], first_samples(batch, sizes[-1])), sizes, strict=True):
+                set_random_states(before)
+                step = _Trial(self, (part, *rest[1:]), _index_in((part, *rest)), size=size)
+                self._engine.evaluate(step.batch, step)
+                tried.append(step)
+                draws |= drawn_since(before)
         verdict: Any = None
-        if once is not None and twice is not None:
+        if (done := [step.tried() for step in tried if step.found is not None]) and len(done) == len(tried):
             half = self._precision.precision not in ("32-true", "64-true")
             try:
-                verdict = compare_steps(once, twice, draws=draws, half=half)
+                verdict = compare_steps((done[0], done[1]), done[2], draws=draws, half=half)
             except ValueError as error:
                 verdict = str(error)
         verdict = value_of_member(verdict, self._row, member=self._teller, device=self._device)
@@ -158,10 +183,18 @@ class PipelineSteps:
             done.append(True)
         return output, tuple(calls)
 
-    def _told(self, found: Found | None, counting: MetricChanges) -> Told:
-        """Give all ranks of the row what the last stage found; they log it, and count it in their metrics."""
-        own = Told() if found is None else Told(*found, counting.since(self._module))
+    def _told(self, found: Found | str | None, counting: MetricChanges) -> Told:
+        """Give all ranks of the row what the last stage found; they log it, and count it in their metrics.
+
+        Raises ValueError on all of them for a problem that it found.
+        """
+        if isinstance(found, str):
+            own = Told(problem=found)
+        else:
+            own = Told() if found is None else Told(*found, counting.since(self._module))
         told: Told = value_of_member(own, self._row, member=self._teller, device=self._device)
+        if told.problem:
+            raise ValueError(told.problem)
         if found is None:
             take_over(self._module, told.counted)
         replay(self._module, told.calls)
@@ -183,23 +216,63 @@ def _index_in(args: Sequence[Any]) -> int | None:
 
 
 class _Passes:
-    """The passes of one training step's microbatches on this rank; `finished` has what those that reached the end found."""
+    """The passes of one training step's microbatches on this rank; `finished` has what those that reached the end found.
 
-    def __init__(self, steps: PipelineSteps, batches: Sequence[Any], *, scale: float, batch_idx: int | None) -> None:
-        self._steps, self.scale, self._batch_idx = steps, scale, batch_idx
-        self.microbatches = [(batch,) for batch in batches]
+    `by_divisors`: losses are weighted by what they are divided by, which is not known before; gradients are then those of the
+    loss times `total`.
+    """
+
+    def __init__(
+        self, steps: PipelineSteps, parts: Parts, kinds: LossKinds, *, scale: float, batch_idx: int | None
+    ) -> None:
+        self._steps, self._sizes, self._kinds = steps, parts.sizes, kinds
+        self.scale, self._batch_idx = scale, batch_idx
+        self.microbatches = [(batch,) for batch in parts.batches]
         self._places = {id(microbatch): index for index, microbatch in enumerate(self.microbatches)}
+        self.by_divisors = len(parts.batches) > 1 and kinds.loss != "sum" and not kinds.loops
         self.finished: dict[int, Found] = {}
+        self._summands: dict[int, Summands] = {}
+        self._factors: dict[int, float] = {}
 
     def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        """Return the loss of a microbatch, scaled; or of a copy of it by a copy of the module, to see what they need."""
+        """Return the loss of a microbatch, scaled and weighted; or of a copy of it by a copy of the module, to see what they
+        need.
+        """
         index = self._places.get(id(microbatch))
         if index is None:
             return loss_in(self._steps.step("training_step", model, microbatch, self._batch_idx))
         output, calls = self._steps.observed("training_step", microbatch, self._batch_idx)
         loss = loss_in(output)
         self.finished[index] = map_tensors(output, Tensor.detach), calls
-        return loss if self.scale == 1 else loss * self.scale
+        self._summands[index] = summands_of(loss, samples=self._sizes[index])
+        factor = self._factors[index] = self._factor(index)
+        if factor == 0:  # of padding alone: NaN
+            return torch.zeros_like(loss)
+        return loss if self.scale * factor == 1 else loss * (self.scale * factor)
+
+    def _factor(self, index: int) -> float:
+        if self._kinds.loss == "sum" or len(self._sizes) == 1:
+            return 1.0
+        divided = {
+            other: next((each.divisor for each in own if each.factor), None) for other, own in self._summands.items()
+        }
+        divisor = divided[index]
+        if not self.by_divisors or divisor is None:
+            return self._sizes[index] / sum(self._sizes)
+        # Near the share of a microbatch, so that no number of 16 bits overflows.
+        units = (each / self._sizes[other] for other, each in divided.items() if each)
+        return divisor / next(units, 1.0) / sum(self._sizes)
+
+    def total(self) -> float:
+        """Return the sum of the weights that losses have been given."""
+        return sum(self._factors.values()) or 1.0
+
+    def weights(self) -> list[float]:
+        """Return the weights of the losses. Raises ValueError where none make them the loss of the batch."""
+        places = range(len(self._sizes))
+        if not self._kinds.loops:
+            loss_weights([self._summands[index] for index in places], kind=self._kinds.loss)
+        return [self._factors[index] / (self.total() if self.by_divisors else 1.0) for index in places]
 
 
 @dataclass
@@ -215,12 +288,35 @@ class _Evaluation:
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         if batch is not self.batch:  # a copy, to see what it needs
             return self.steps.step(self.name, model, batch, self.batch_idx)
-        self.found = self.steps.observed(self.name, batch, self.batch_idx)
+        self.found = self.observed()
         return None
+
+    def observed(self) -> Found:
+        return self.steps.observed(self.name, self.batch, self.batch_idx)
 
 
 # The engine tells steps apart by their classes.
 _EVALUATIONS: dict[str, Any] = {name: type(name, (_Evaluation,), {"name": name}) for name in _CONTEXTS}
+
+
+@dataclass
+class _Trial(_Evaluation):
+    """A training step on `size` samples forward only, with the graph of its loss."""
+
+    size: int = 0
+    summands: Summands = ()
+    name: ClassVar[str] = "training_step"
+
+    def observed(self) -> Found:
+        with torch.enable_grad():
+            output, calls = super().observed()
+        if (loss := loss_of(output)) is not None:
+            self.summands = summands_of(loss, samples=self.size)
+        return map_tensors(output, Tensor.detach), calls
+
+    def tried(self) -> TriedStep:
+        assert self.found is not None
+        return TriedStep(*self.found, self.summands, self.size)
 
 
 def loss_in(output: Any) -> Tensor:

@@ -22,8 +22,8 @@ class PipelineStrategy(AutoParallelStrategy):
 
     At the first training batch the step is captured, and its blocks are cut into the stages whose step is fastest. From then
     on a rank holds the parameters of its stages alone. It runs the module's own `training_step` on each microbatch, in which
-    only its own blocks compute. Losses and gradients are those of one process that runs the same microbatches: the mean of
-    their losses, weighted by samples, or their sum where the loss is one (which is tested at the first batch). Ranks of one
+    only its own blocks compute. Losses and gradients are those of the batch in one process: the mean of those of microbatches,
+    weighted by what their means are over, or their sum where the loss is one (which is tested at the first batch). Ranks of one
     pipeline get the same batches. What the last stage returns and logs is returned and logged on every rank.
 
     Args:

@@ -57,11 +57,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Told:
-    """A `Told` is what a step told: its output, its calls of ``log`` and ``print``, and what its metrics counted."""
+    """A `Told` is what a step told: its output, its calls of ``log`` and ``print``, and what its metrics counted; or the
+    `problem` that it found.
+    """
 
     output: Any = None
     calls: tuple[Call, ...] = ()
     counted: States = field(default_factory=dict)
+    problem: str = ""
 
 
 @contextmanager
@@ -117,14 +120,18 @@ def _found(module: nn.Module, value: Any) -> Any:
 
 # ---- microbatches as one --------------------------------------------------------------------------------------------
 
-Kinds = Mapping[Any, str]  # "sum" for what adds up over parts of a batch; all else is a mean over samples
+Kinds = Mapping[
+    Any, str
+]  # "sum" for what adds up over parts of a batch, "loss" for the loss; all else is a mean over samples
+Weights = Sequence[float]
 
 
-def combined_output(outputs: Sequence[Any], *, sizes: Sequence[int], kinds: Kinds) -> Any:
-    """Return the output of a step from those of its microbatches, which have `sizes` samples.
+def combined_output(outputs: Sequence[Any], *, sizes: Sequence[int], weights: Weights, kinds: Kinds) -> Any:
+    """Return the output of a step from those of its microbatches, which have `sizes` samples, and losses of these `weights`.
 
     Tensors and lists with an entry for each sample are joined; scalars and tensors of one shape are averaged over samples, or
-    added where `kinds` says so for their place among the leaves; of all else the last microbatch's remains.
+    added or weighted as losses where `kinds` says so for their place among the leaves; of all else the last microbatch's
+    remains.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -134,7 +141,7 @@ def combined_output(outputs: Sequence[Any], *, sizes: Sequence[int], kinds: Kind
     if any(other != spec for _, other in flat):
         return outputs[-1]
     columns = zip(*(found for found, _ in flat), strict=True)
-    joined = [_joined(column, sizes, kinds.get(place, "mean")) for place, column in enumerate(columns)]
+    joined = [_joined(column, sizes, weights, kinds.get(place, "mean")) for place, column in enumerate(columns)]
     return tree_unflatten(joined, spec)
 
 
@@ -142,44 +149,55 @@ def _is_plain_list(value: Any) -> bool:
     return isinstance(value, list) and not any(isinstance(one, Tensor | Mapping | list | tuple) for one in value)
 
 
-def _joined(values: Sequence[Any], sizes: Sequence[int], kind: str) -> Any:
+def _joined(values: Sequence[Any], sizes: Sequence[int], weights: Weights, kind: str) -> Any:
     if all(isinstance(value, Tensor) for value in values):
         if all(value.dim() and len(value) == size for value, size in zip(values, sizes, strict=True)):
             return torch.cat([*values])
     elif all(isinstance(value, list) and len(value) == size for value, size in zip(values, sizes, strict=True)):
         return [entry for value in values for entry in value]
-    return _weighted(values, sizes, kind)
+    return weighted_losses(values, weights) if kind == "loss" else _weighted(values, sizes, kind)
 
 
-def combined_calls(microbatches: Sequence[Sequence[Call]], *, sizes: Sequence[int], kinds: Kinds) -> tuple[Call, ...]:
-    """Return the calls of a step from those of its microbatches, which have `sizes` samples.
+def weighted_losses(values: Sequence[Any], weights: Weights) -> Any:
+    """Return the sum of `values` with `weights`; what has none may be NaN."""
+    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight != 0)
+
+
+def combined_calls(
+    microbatches: Sequence[Sequence[Call]], *, sizes: Sequence[int], weights: Weights, kinds: Kinds
+) -> tuple[Call, ...]:
+    """Return the calls of a step from those of its microbatches, which have `sizes` samples, and losses of these `weights`.
 
     Values logged under one name become one: added where ``reduce_fx="sum"`` or `kinds` says so (by name), the greatest or least
-    for ``"max"`` and ``"min"``, else the mean over samples, or over the ``batch_size`` that the calls name. Metrics are logged
-    once; texts are printed in order.
+    for ``"max"`` and ``"min"``, weighted as losses where `kinds` says so, else the mean over samples, or over the
+    ``batch_size`` that the calls name. Metrics are logged once; texts are printed in order.
     """
     if len(microbatches) == 1:
         return tuple(microbatches[0])
-    found: dict[Any, list[tuple[Call, int]]] = {}
-    for index, (calls, size) in enumerate(zip(microbatches, sizes, strict=True)):
+    found: dict[Any, list[tuple[Call, int, float]]] = {}
+    for index, (calls, size, weight) in enumerate(zip(microbatches, sizes, weights, strict=True)):
         seen: dict[Any, int] = {}
         for call in calls:
             key = (call.path, call.method, call.name)
             seen[key] = seen.get(key, 0) + 1
-            found.setdefault((*key, seen[key], index if call.method == "print" else -1), []).append((call, size))
+            found.setdefault((*key, seen[key], index if call.method == "print" else -1), []).append(
+                (call, size, weight)
+            )
     return tuple(_one_call(same, kinds) for same in found.values())
 
 
-def _one_call(same: Sequence[tuple[Call, int]], kinds: Kinds) -> Call:
+def _one_call(same: Sequence[tuple[Call, int, float]], kinds: Kinds) -> Call:
     first = same[0][0]
     if first.method != "log":
         return first
-    named = [call.keywords.get("batch_size") for call, _ in same]
-    sizes = [size if own is None else own for own, (_, size) in zip(named, same, strict=True)]
+    named = [call.keywords.get("batch_size") for call, _, _ in same]
+    sizes = [size if own is None else own for own, (_, size, _) in zip(named, same, strict=True)]
     reduction = first.keywords.get("reduce_fx", "mean")
     reduction = getattr(reduction, "__name__", reduction)
     kind = reduction if reduction in ("sum", *_EXTREMES) else kinds.get(first.name, "mean")
-    value = _weighted([call.value for call, _ in same], sizes, kind)
+    values = [call.value for call, _, _ in same]
+    is_loss = kind == "loss" and len(same) > 1
+    value = weighted_losses(values, [each for *_, each in same]) if is_loss else _weighted(values, sizes, kind)
     return first.with_value(value, batch_size=None if named[0] is None else sum(sizes))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_topt.plugins.batch_parts import doubled, split_batch
+from lightning_topt.plugins.batch_parts import first_samples, split_batch
 from lightning_topt.plugins.row_batches import checksum
 
 
@@ -68,13 +68,13 @@ def test_samples_may_be_entries_of_sequences() -> None:
     parts = split_batch((images, targets), 2)
     assert [[image.shape[1] for image in part[0]] for part in parts.batches] == [[4, 5], [6, 7]]
     assert [len(part[1][0]["boxes"]) for part in parts.batches] == [1, 3]
-    assert len(doubled((images, targets))[1]) == 8
+    assert len(first_samples((images, targets), 3)[1]) == 3
 
 
-def test_every_sample_can_be_there_twice() -> None:
-    batch = doubled({"x": ramp(2, 3), "names": ["a", "b"], "one": ramp(1, 3), "array": np.arange(2)})
-    assert torch.equal(batch["x"], torch.cat([ramp(2, 3)] * 2)) and batch["names"] == ["a", "b", "a", "b"]
-    assert batch["one"].shape == (1, 3) and batch["array"].tolist() == [0, 1, 0, 1]
+def test_the_first_samples_are_a_batch() -> None:
+    batch = first_samples({"x": ramp(3, 3), "names": ["a", "b", "c"], "one": ramp(1, 3), "array": np.arange(3)}, 2)
+    assert torch.equal(batch["x"], ramp(3, 3)[:2]) and batch["names"] == ["a", "b"]
+    assert batch["one"].shape == (1, 3) and batch["array"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,19 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 
-from lightning_topt.plugins.loss_kinds import compare_steps, drawn_since, without_trace
+from lightning_topt.plugins.loss_kinds import (
+    LossKinds,
+    Summand,
+    TriedStep,
+    compare_steps,
+    drawn_since,
+    summands_of,
+    without_trace,
+)
 from lightning_topt.plugins.metric_states import MetricChanges, take_over, uncounted
 from lightning_topt.plugins.pipeline_values import Call, combined_calls, combined_output, replay, telling
 from lightning_topt.techniques.tensor_parallel.random_states import random_states
@@ -54,7 +63,7 @@ X, TARGET = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch
 def test_logged_values_of_parts_are_those_of_the_whole() -> None:
     module, whole = Logs(), Logs()
     parts = [told(module, X[:3], TARGET[:3]), told(module, X[3:], TARGET[3:])]
-    found = combined_calls(parts, sizes=(3, 2), kinds={"loss": "sum"})
+    found = combined_calls(parts, sizes=(3, 2), weights=(1, 1), kinds={"loss": "sum"})
     expected = told(whole, X, TARGET)
     assert [call.name for call in found if call.method == "log"] == [c.name for c in expected if c.method == "log"]
     assert [call.arguments for call in found if call.method == "print"] == [("step of", 3), ("step of", 2)]
@@ -111,33 +120,88 @@ def test_outputs_of_parts_are_joined() -> None:
         each = {"logits": x, "name": "same", "names": [str(i) for i in range(len(x))], "right": torch.tensor(len(x))}
         return {"loss": x.mean(), **each, "rate": 0.5, "total": x.sum()}
 
-    found = combined_output([output(X[:3]), output(X[3:])], sizes=(3, 2), kinds={6: "sum", 4: "sum"})
+    found = combined_output(
+        [output(X[:3]), output(X[3:])], sizes=(3, 2), weights=(0.6, 0.4), kinds={6: "sum", 4: "sum"}
+    )
     torch.testing.assert_close(found["logits"], X)
     assert found["loss"] == pytest.approx(float(X.mean())) and found["total"] == pytest.approx(float(X.sum()))
     assert found["name"] == "same" and found["names"] == ["0", "1", "2", "0", "1"] and found["rate"] == 0.5
     assert found["right"] == 5
-    assert combined_output([X.mean(), X.sum()], sizes=(1, 1), kinds={}) == pytest.approx(float(X.mean() + X.sum()) / 2)
+    numbers = [X.mean(), X.sum()]
+    assert combined_output(numbers, sizes=(1, 1), weights=(1, 1), kinds={}) == pytest.approx(float(sum(numbers)) / 2)
+    assert combined_output([X.mean(), X.sum() * torch.nan], sizes=(1, 1), weights=(1, 0), kinds={0: "loss"}) == X.mean()
 
 
-def step(loss: float, **logged: float) -> Any:
-    return {"loss": torch.tensor(loss), "extra": torch.tensor(loss)}, [
-        Call("", "log", (n, v), {}) for n, v in logged.items()
-    ]
+def tried(loss: float, *divided: float, size: int = 2, **logged: float) -> TriedStep:
+    calls = [Call("", "log", (name, value), {}) for name, value in logged.items()]
+    return TriedStep(
+        {"loss": torch.tensor(loss), "extra": torch.tensor(loss)},
+        calls,
+        tuple(Summand(each, 1.0) for each in divided),
+        size,
+    )
 
 
-def test_kinds_of_losses_are_told_by_a_batch_that_is_there_twice() -> None:
-    kinds = compare_steps(step(2.0, a=1.0, b=3.0), step(2.0, a=1.0, b=6.0), draws=False)
-    assert kinds.loss == "mean" and kinds.logged == {"b": "sum"} and kinds.returned == {}
-    assert kinds.weights((3, 1)) == (0.75, 0.25)
-    kinds = compare_steps(step(2.0), step(4.0), draws=False)
-    assert kinds.loss == "sum" and kinds.returned == {0: "sum", 1: "sum"} and kinds.weights((3, 1)) == (1.0, 1.0)
-    assert compare_steps(step(0.0), step(0.0), draws=False).loss is None
-    assert compare_steps(step(float("nan")), step(1.0), draws=False).loss is None
-    assert compare_steps(step(1.0), step(1.1), draws=True).loss == "mean"
-    with pytest.raises(ValueError, match=r"neither a mean nor a sum over samples.*microbatches=1"):
-        compare_steps(step(1.0), step(1.1), draws=False)
-    with pytest.raises(ValueError, match="returned no loss"):
-        compare_steps((None, []), step(1.0), draws=False)
+def kinds_of(first: TriedStep, second: TriedStep, both: TriedStep, *, draws: bool = False) -> LossKinds:
+    return compare_steps((first, second), both, draws=draws)
+
+
+def test_kinds_of_losses_are_told_by_two_parts_of_a_batch() -> None:
+    kinds = kinds_of(tried(2.0, a=1.0, b=3.0), tried(4.0, a=5.0, b=1.0), tried(3.0, a=3.0, b=4.0))
+    assert kinds.loss == "mean" and kinds.logged == {"b": "sum"} and kinds.returned == {0: "loss", 1: "loss"}
+    kinds = kinds_of(tried(2.0), tried(4.0), tried(6.0))
+    assert kinds.loss == "sum" and kinds.returned == {0: "loss", 1: "loss"}
+    assert kinds_of(tried(2.0), tried(3.0, size=1), tried(7 / 3)).loss == "mean"
+    assert kinds_of(tried(2.0, 10.0), tried(4.0, 5.0), tried(8 / 3, 15.0)).loss == "mean"
+    assert kinds_of(tried(0.0), tried(0.0), tried(0.0)).loss is None
+    assert kinds_of(tried(float("nan")), tried(1.0), tried(1.0)).loss is None
+    assert kinds_of(tried(1.0), tried(1.0), tried(1.1), draws=True).loss == "mean"
+    assert kinds_of(tried(1.0, 1, 1), tried(1.0, 1, 1), tried(1.0, 1, 1, 1, 1)).loops
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ((tried(1.0), tried(1.0), tried(1.1)), r"neither a mean nor a sum over samples.*microbatches=1"),
+        ((tried(2.0, 2.0), tried(4.0, 2.0), tried(3.0, 2.0)), r"looks like a mean.*divided by 2 and 2.*by 2 for both"),
+        ((tried(2.0, 2.0), tried(4.0, 2.0), tried(6.0, 4.0)), "looks like a sum"),
+        ((tried(2.0, 8.0, 2.0), tried(4.0, 4.0, 2.0), tried(3.0, 12.0, 4.0)), "no weights of microbatches"),
+        ((TriedStep(None, [], (), 1), tried(1.0), tried(1.0)), "returned no loss"),
+    ],
+)
+def test_losses_that_microbatches_do_not_have_are_named(steps: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        kinds_of(*steps)
+
+
+W, KEPT = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+LOSSES: dict[str, tuple[Any, tuple[float, ...]]] = {
+    "mean": (lambda x: x.square().mean(), (6,)),
+    "mean over all dims": (lambda x: x.square().mean(dim=(0, 1)) / 2, (12,)),
+    "sum": (lambda x: 3 * x.sum() - (x.sum(1) @ torch.ones(2)) / 2, (1, 2)),
+    "by mask": (lambda x: (x * KEPT).sum() / KEPT.sum(), (3,)),
+    "chosen": (lambda x: x[KEPT > 0].mean(), (3,)),
+    "kernel": (lambda x: F.mse_loss(x, KEPT) + F.mse_loss(x, KEPT, reduction="sum"), (6, 1)),
+    "ignored": (lambda x: F.cross_entropy(x, torch.tensor([-100, 2])).to(torch.float64), (1,)),
+    "classes": (lambda x: F.cross_entropy(x, torch.tensor([1, 2]), weight=W), (5,)),
+    "smooth": (
+        lambda x: F.cross_entropy(x, torch.tensor([1, -1]), ignore_index=-1, label_smoothing=0.3),
+        (1, 1),
+    ),
+    "pixels": (lambda x: F.cross_entropy(x.T.reshape(1, 3, 2, 1), torch.tensor([[[-100], [2]]])), (1,)),
+    "off": (lambda x: x.mean() + 0.0 * x.sum(), (6, 1)),
+    "heads": (lambda x: torch.stack([x[:, head].mean() for head in range(3)]).sum(), (2, 2, 2)),
+    "samples": (lambda x: torch.stack([row.mean() for row in x]).mean(), (2,)),
+    "nothing": (lambda x: (x * KEPT).sum() / 0.0, (0,)),
+    "constant": (lambda x: torch.ones(()), ()),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_divisors_are_read_in_the_graph_of_a_loss(name: str) -> None:
+    loss, expected = LOSSES[name]
+    found = summands_of(loss(X[:2].clone().requires_grad_()), samples=2)
+    assert [each.divisor for each in found] == pytest.approx([*expected])
 
 
 def test_the_test_leaves_no_trace() -> None:

@@ -120,9 +120,16 @@ class PipelineRun:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def run_step(
-        self, microbatches: Sequence[Any], step: Step, *, weights: Sequence[float] | None = None, kind: Hashable = None
+        self,
+        microbatches: Sequence[Any],
+        step: Step,
+        *,
+        weights: Sequence[float] | None = None,
+        divisor: Callable[[], float] | None = None,
+        kind: Hashable = None,
     ) -> Tensor:
-        """Run forward and backward of all microbatches; gradients are those of the losses' sum with `weights`.
+        """Run forward and backward of all microbatches; gradients are those of the losses' sum with `weights`, divided by what
+        `divisor` returns on the last stage when all have run.
 
         `weights` are those of the mean unless given. Returns the losses (n,) without weights, on every rank.
         """
@@ -136,14 +143,30 @@ class PipelineRun:
             raise ValueError(f"weights are one for each of the {count} microbatches, got {len(factors)}")
         flows = self.flows.of(step, microbatches, kind=kind)
         self.buffers.begin_step(flows)
-        results = self._run(microbatches, step, flows, factors=factors)
-        if self._synchronizes:
-            self.exchanges.finish()
-        losses = torch.zeros(count, device=self.device)
+        results = self._run(microbatches, step, flows, factors=factors, exchanges=divisor is None)
+        losses = torch.ones(count + 1, device=self.device)  # the divisor is the last one
         for index, loss in results.items():
             losses[index] = loss.detach()
+        if results and divisor is not None:
+            losses[count] = divisor()
         share_losses(losses, self.groups, source=self.layout.rank_of_stage[-1])
-        return losses
+        if divisor is not None:
+            self._divide_gradients(losses[count])
+        if self._synchronizes:
+            self.exchanges.finish()
+        return losses[:count]
+
+    @torch.no_grad()
+    def _divide_gradients(self, divisor: Tensor) -> None:
+        """Divide all gradients, and begin to exchange them."""
+        found = [parameter.grad for parameter in self.own_parameters() if parameter.grad is not None]
+        if divisor != 1:
+            for gradient in found:
+                gradient.div_(divisor.to(gradient.dtype))
+        if self._synchronizes:
+            for stage, rank in enumerate(self.layout.rank_of_stage):
+                if rank == self.groups.rank:
+                    self.exchanges.stage_ended(stage)
 
     def evaluate(self, batch: Any, step: Step, *, kind: Hashable = None) -> Any:
         """Run ``step(module, batch)`` forward; what it returns on the last stage is returned on all ranks of the pipeline."""
@@ -165,7 +188,13 @@ class PipelineRun:
         assert self.is_drained(), "minibatches are in flight: drain the run first"
 
     def _run(
-        self, microbatches: Sequence[Any], step: Step, flows: Sequence[StageFlow], *, factors: Sequence[float] | None
+        self,
+        microbatches: Sequence[Any],
+        step: Step,
+        flows: Sequence[StageFlow],
+        *,
+        factors: Sequence[float] | None,
+        exchanges: bool = True,
     ) -> dict[int, Any]:
         if self._failed:
             raise RuntimeError("a step of this pipeline has failed, and its ranks are out of step: start the run again")
@@ -181,7 +210,9 @@ class PipelineRun:
                 around=self.around,
                 last_stage=schedule.num_stages - 1,
                 loss_of=None if factors is None else lambda index, result: loss_of_step(result) * factors[index],
-                ended=self.exchanges.stage_ended if self._synchronizes and factors is not None else _nothing,
+                ended=self.exchanges.stage_ended
+                if exchanges and self._synchronizes and factors is not None
+                else _nothing,
             )
         except BaseException:
             self._failed = True

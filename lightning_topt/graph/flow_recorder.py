@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_topt.graph.collective_ops import is_collective
 from lightning_topt.graph.draws import draw_of
 from lightning_topt.graph.errors import CaptureError, check_no_reentrant_checkpoint, line_of_caller
 from lightning_topt.graph.flow_readers import BETWEEN, FlowReader, leaf_spec
@@ -87,6 +88,11 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is DEVICE_OF:
             return func(*args)
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if is_strided(tensor)]
+        if is_collective(func):
+            raise CaptureError(
+                f"the step calls {func}, in which ranks that run other stages would not take part.\n{line_of_caller()}"
+                "Give a plan without a pipeline."
+            )
         if func is READS_A_VALUE and (value := self._value(inputs[0])) is not None:
             return value
         self.running = func

@@ -8,7 +8,7 @@ turns, in joint modules, or as microbatches.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
@@ -34,6 +35,7 @@ from lightning_topt.plugins.pipeline_members import PipelineMembers
 from lightning_topt.plugins.pipeline_steps import PipelineSteps
 from lightning_topt.plugins.turns import Turns
 from lightning_topt.schedules.continuous import LAGS
+from lightning_topt.techniques.tensor_parallel.python_functions import among_all_ranks
 
 Output = TypeVar("Output")
 
@@ -94,7 +96,15 @@ class DataRanks(EngineCheckpoints):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, self._data_group if group is None else group, sync_grads)
+        data = self._data_group
+        if data is not None and (
+            group is None or group is dist.group.WORLD
+        ):  # which modules of Lightning give for None
+            with nullcontext() if sync_grads else torch.no_grad():
+                gathered: Tensor = _Gathered.apply(self._whole(tensor).contiguous(), data)  # type: ignore[no-untyped-call]
+                return gathered
+        with nullcontext() if self._running else among_all_ranks():  # a step that is looked at sends nothing
+            return super().all_gather(tensor, group, sync_grads)
 
     def _group_metrics(self, module: nn.Module) -> None:
         """Let metrics that are synchronized over all ranks count each sample once."""
@@ -293,3 +303,21 @@ class DataRanks(EngineCheckpoints):
             return output
         whole: Output = self._engine.whole(output)
         return whole
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of all ranks of a group, stacked; torch's own knows backward among all ranks only, on some backends."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor, group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed[dist.get_rank(ctx.group)], None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import WeightAveraging
@@ -13,8 +14,10 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
 from lightning_topt.plan.parallel_plan import PlanError
+from lightning_topt.plugins.planning_ranks import RemotePlanningError
+from tests.plugins.test_pipeline_fits import pipeline
 from tests.plugins.test_tensor_fits import plan
-from tests.plugins.trainer_ranks import RecordingGPT, loader, on_ranks, topt_trainer
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
 
 
 class Average(RecordingGPT):
@@ -123,6 +126,13 @@ class Leaves(RecordingGPT):
         return logits
 
 
+def with_split_logits(data: int) -> dict[str, Any]:
+    given = plan(data, "ddp")
+    cut = {"data": "replicate", "tensor": "shard(0)"}
+    given["stages"][0]["blocks"][-1]["computes"]["parameters"]["head.weight"] = cut
+    return given
+
+
 def leave(rank: int, given: Any) -> Any:
     torch.manual_seed(0)
     trainer, module = topt_trainer(given), Leaves()
@@ -134,13 +144,70 @@ def leave(rank: int, given: Any) -> Any:
 
 def test_what_steps_leave_is_whole() -> None:
     """The same as on one data rank."""
-    given = plan(1, "ddp")
-    given["stages"][0]["blocks"][-1]["computes"]["parameters"]["head.weight"] = {
-        "data": "replicate",
-        "tensor": "shard(0)",
-    }
     expected = on_ranks(leave, None, world_size=1)[0]
-    for found in on_ranks(leave, given):
+    for found in on_ranks(leave, with_split_logits(1)):
         assert found[0] == [pytest.approx(each, rel=1e-3) for each in expected[0]]
         for one, other in zip(found[1:], expected[1:], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+# ---- samples of all ranks ---------------------------------------------------------------------------------------------
+
+
+class Contrastive(RecordingGPT):
+    """Compares the samples of all ranks, as SimCLR does."""
+
+    def gathered(self, features: Tensor) -> Tensor:
+        found: Tensor = self.all_gather(features, sync_grads=True)  # type: ignore[assignment]
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])  # split by class
+        views = F.normalize(torch.stack([logits[:, :4].mean(1), logits[:, 4:].mean(1)]), dim=-1)
+        first, second = self.gathered(views).transpose(0, 1).flatten(1, 2)
+        assert not self.all_gather(batch[0].float()).requires_grad  # type: ignore[union-attr]
+        return F.cross_entropy(first @ second.T / 0.1, torch.arange(len(first)))
+
+
+class GathersItself(Contrastive):
+    """Without Lightning."""
+
+    def gathered(self, features: Tensor) -> Tensor:
+        several = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+        dist.all_gather(several, features.detach().contiguous())
+        return torch.stack([features, *several[1:]])
+
+
+def contrast(rank: int, given: Any, kind: type[RecordingGPT] = Contrastive) -> Any:
+    torch.manual_seed(0)
+    module = kind(heads=2)
+    trainer = topt_trainer(given) if given else make_trainer("ddp", devices=dist.get_world_size())
+    trainer.fit(module, loader(4, length=32))
+    return module.losses, dict(module.state_dict())
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_samples_of_all_ranks_are_gathered_once(data: int) -> None:
+    """Those of the data ranks; gradients go back to each."""
+    given = with_split_logits(data)
+    expected = on_ranks(contrast, None, world_size=data)[0]
+    for found in on_ranks(contrast, given, world_size=2 * data):
+        assert found[0] == pytest.approx(expected[0], rel=1e-4) and len(found[0]) == 32 // 4 // data
+        for name, value in expected[1].items():
+            torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-5)
+
+
+def refused_gathers(rank: int) -> None:
+    among_all = r"a step calls torch.distributed.all_gather among all ranks.*call self.all_gather"
+    for given in (with_split_logits(1), "tensor"):
+        with pytest.raises((ValueError, RemotePlanningError), match=among_all):
+            contrast(rank, given, GathersItself)
+    with pytest.raises((ValueError, RemotePlanningError), match=among_all):
+        contrast(rank, {**with_split_logits(1), "num_microbatches": 2})
+    with pytest.raises((ValueError, RemotePlanningError), match=r"the step calls c10d.allgather_"):
+        make_trainer(pipeline(2, microbatches=1), devices=2).fit(Contrastive(heads=2), loader(8))
+
+
+def test_collectives_in_which_samples_count_twice_are_refused() -> None:
+    """In turns too, where all ranks of a group have one member's samples."""
+    on_ranks(refused_gathers)

@@ -1,18 +1,21 @@
 """Code that torch runs from outside of torch functions, under a `SplitMode`.
 
-A user's `torch.autograd.Function` gets whole tensors: what it computes is not known. What `torch.utils.checkpoint` runs again
-in backward, when the mode is off, runs under the mode again, on tensors that carry their layouts.
+A user's `torch.autograd.Function`, and one of torch.distributed, gets whole tensors: what it computes is not known. Collectives
+among all ranks are refused: some of these have the same samples. What `torch.utils.checkpoint` runs again in backward, when
+the mode is off, runs under the mode again, on tensors that carry their layouts.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
@@ -20,12 +23,16 @@ from lightning_topt.techniques.tensor_parallel.kinds import tensors_in
 from lightning_topt.techniques.tensor_parallel.layout import layout_of, with_layout
 
 _OWN = ("torch.", "lightning_topt.")
+_COLLECTIVES = "torch.distributed.nn."
 _apply: Any = torch.autograd.Function.__dict__["apply"]
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _generator: Any = getattr(checkpoint, _GENERATOR)
 _make_subclass: Any = torch.Tensor._make_subclass
+_NOT_IN_GROUP = "_rank_not_in_group"  # which all functions of torch.distributed ask first
+_not_in_group: Any = getattr(distributed_c10d, _NOT_IN_GROUP)
 _eager = ExitStack()
 _users = 0
+_among_all: list[bool] = []
 
 
 class PythonFunctionMode(TorchFunctionMode):
@@ -42,6 +49,7 @@ class PythonFunctionMode(TorchFunctionMode):
             torch.Tensor._make_subclass = staticmethod(_watched_subclass)  # type: ignore[method-assign]
             torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[assignment,method-assign]
             setattr(checkpoint, _GENERATOR, _watched_generator)
+            setattr(distributed_c10d, _NOT_IN_GROUP, _watched_group)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
@@ -54,6 +62,7 @@ class PythonFunctionMode(TorchFunctionMode):
             del torch.Tensor._make_subclass  # that of its base class
             torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
             setattr(checkpoint, _GENERATOR, _generator)
+            setattr(distributed_c10d, _NOT_IN_GROUP, _not_in_group)
 
     def whole(self, value: Any) -> Any:
         """Return `value` with whole tensors."""
@@ -89,9 +98,36 @@ def _watched_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     mode = _current()
     if mode is not None and cls is checkpoint.CheckpointFunction:
         args = (_again_under(mode, args[0], args[2:]), *args[1:])
-    elif mode is not None and not cls.__module__.startswith(_OWN) and any(map(layout_of, tensors_in(args))):
+    elif mode is not None and _is_unknown(cls) and any(map(layout_of, tensors_in(args))):
         args = mode.whole(args)
     return _apply.__func__(cls, *args, **kwargs)
+
+
+def _is_unknown(cls: Any) -> bool:
+    return not cls.__module__.startswith(_OWN) or cls.__module__.startswith(_COLLECTIVES)
+
+
+def _watched_group(group: dist.ProcessGroup | None) -> Any:
+    """Refuse what exchanges tensors among all ranks."""
+    name = sys._getframe(1).f_code.co_name
+    exchanges = not name.startswith("get_") and "barrier" not in name
+    if exchanges and (group is None or group is dist.group.WORLD) and not _among_all:
+        raise ValueError(
+            f"a step calls torch.distributed.{name} among all ranks, and under this plan several of them have the same "
+            "samples, which would count more than once: call self.all_gather or self.trainer.strategy.reduce, which know the "
+            "ranks of the data, or choose a plan without tensor axes"
+        )
+    return _not_in_group(group)
+
+
+@contextmanager
+def among_all_ranks() -> Generator[None, None, None]:
+    """Within it collectives among all ranks are not refused, as where a step is only looked at."""
+    _among_all.append(True)
+    try:
+        yield
+    finally:
+        _among_all.pop()
 
 
 def _again_under(mode: PythonFunctionMode, function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:

@@ -123,7 +123,10 @@ class Provenance:
         origin = self.origin(tensor)
         if origin.made_in < 0 or not origin.varies:
             return None
-        return origin.made_in, "hands on a tensor without returning it (by an attribute or a hook), which is read"
+        return (
+            origin.made_in,
+            "hands on a tensor without returning it (by attribute, hook or torch.autograd.grad), which is read",
+        )
 
     def written(self, tensor: Tensor, sources: list[Tensor], *, inside: int) -> list[TensorRef]:
         """Note a write to `tensor`; return the outputs of calls that have its memory.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 
 from lightning_topt.plugins.held_parameters import is_library
@@ -55,13 +56,22 @@ MAX_DEPTH = 5
 @dataclass(frozen=True)
 class Reader:
     """A `Reader` has what a reading of one hook knows: the model, what counts as looking, and whether calls of the model
-    count.
+    count, or parameters that are attributes. It notes what the code `computes`: ``"gradients"``, by `torch.autograd.grad`,
+    which does not look at those there are.
     """
 
     module: pl.LightningModule
     looks: frozenset[str]
     calls_count: bool
+    attributes_count: bool = False
     seen: set[tuple[int, int]] = field(default_factory=set)
+    computes: set[str] = field(default_factory=set)
+
+    def is_computed(self, value: Any) -> bool:
+        """Return whether `value` is the function that computes gradients, and note it."""
+        if value is torch.autograd.grad:
+            self.computes.add("gradients")
+        return value is torch.autograd.grad
 
 
 def look_into(function: Any, arguments: tuple[Any, ...], reader: Reader, depth: int) -> str | None:
@@ -153,20 +163,23 @@ class _Function:
         if node.attr in self.reader.looks and (
             base is UNKNOWN or isinstance(base, types.ModuleType) or has_parameters(base)
         ):
-            return None if _is_harmless(node, parents) else _title(node.attr)
+            is_harmless = self.reader.is_computed(self._value(node)) or _is_harmless(node, parents)
+            return None if is_harmless else _title(node.attr)
         if (getter := property_getter(base, node.attr)) is not None:
             return look_into(getter, (base,), self.reader, self.depth + 1)
         value = self._value(node)
+        if isinstance(value, nn.Parameter) and (self.reader.calls_count or self.reader.attributes_count):
+            return None if _is_harmless(node, parents) else "parameters"
         if not self.reader.calls_count:
             return None
-        if isinstance(value, nn.Parameter):
-            return None if _is_harmless(node, parents) else "parameters"
         if isinstance(value, nn.Module) and has_parameters(value) and not self._is_used_harmlessly(node, parents):
             return f"uses {node.attr!r}"
         return None
 
     def _name(self, node: ast.Name, parents: Mapping[ast.AST, ast.AST]) -> str | None:
         value = self._value(node)
+        if self.reader.is_computed(value):
+            return None
         if node.id in self.reader.looks and isinstance(value, types.FunctionType):
             return _title(node.id)
         if not (self.reader.calls_count and isinstance(value, nn.Module) and has_parameters(value)):

@@ -36,6 +36,11 @@ def why_watched(trainer: pl.Trainer) -> str | None:
             reader = Reader(module, looks, calls_count=False)
             if found := look_into(function, (module,), reader, 0):
                 return f"{type(module).__name__}.{name} reads {found}"
+            reader = Reader(module, PARAMETERS, calls_count=False, attributes_count=True, computes=reader.computes)
+            if reader.computes and look_into(function, (module,), reader, 0):
+                return (
+                    f"{type(module).__name__}.{name} computes gradients, which may be those of parameters that it reads"
+                )
     for name in HOOKS:
         for function in _own_functions(module, name):
             if found := look_into(function, (module,), _of_hooks(module), 0):

@@ -45,7 +45,6 @@ NOT_IN_SHARDS = {
     "unused_parameters": "options of DistributedDataParallel were given",
     "scalar_parameter": "parameter 'scale' has no dimension to shard; give it the shape (1,)",
     "own_backward_and_parameter_hook": "a hook on parameter 'net.2.weight'",
-    "gradient_penalty": "GradientPenalty.training_step reads gradients",
     "clip": "parameter 'model.logit_scale' has no dimension to shard; give it the shape (1,)",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_topt import AutoParallelStrategy
 from lightning_topt.plan.parallel_plan import PlanError
 from lightning_topt.plugins.planning_ranks import RemotePlanningError
 from tests.plugins.test_pipeline_fits import pipeline
@@ -151,7 +153,7 @@ def test_what_steps_leave_is_whole() -> None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-# ---- samples of all ranks ---------------------------------------------------------------------------------------------
+# ---- gradients and samples in steps ------------------------------------------------------------------------------------
 
 
 class Contrastive(RecordingGPT):
@@ -176,6 +178,44 @@ class GathersItself(Contrastive):
         several = [torch.empty_like(features) for _ in range(dist.get_world_size())]
         dist.all_gather(several, features.detach().contiguous())
         return torch.stack([features, *several[1:]])
+
+
+class Penalty(L.LightningModule):
+    """Of the slope that the output has in the input (Gulrajani et al., arXiv 1704.00028)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].float().div(32).requires_grad_()
+        out = self.net(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.square().mean() + (slope.norm(dim=-1) - 1).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def penalized(rank: int, given: Any) -> Any:
+    torch.manual_seed(0)
+    module, strategy = Penalty(), "ddp" if given is None else AutoParallelStrategy(plan=given)
+    trainer = make_trainer(strategy, devices=dist.get_world_size())
+    trainer.fit(module, loader(4, length=16))
+    return module.losses, dict(module.state_dict())
+
+
+def test_gradient_penalties_train_on_slices() -> None:
+    losses, state = on_ranks(penalized, None, world_size=1)[0]
+    for given in ("tensor", "tensor+recompute"):
+        for found in on_ranks(penalized, given):
+            assert found[0] == pytest.approx(losses, rel=1e-5) and len(losses) == 4
+            for name, value in state.items():
+                torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
 
 
 def contrast(rank: int, given: Any, kind: type[RecordingGPT] = Contrastive) -> Any:

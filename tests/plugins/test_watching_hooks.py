@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.autograd import grad
 
 from lightning_topt.plugins.watching_hooks import why_watched
 from lightning_topt.plugins.whole_parameters import (
@@ -116,9 +117,25 @@ class PenaltyOfValidation(Net):
 class GradientInStep(Net):
     def training_step(self, batch: Tensor) -> Tensor:
         batch.requires_grad_()
-        out = self.net(batch).sum()
-        (slope,) = torch.autograd.grad(out, batch, create_graph=True)
-        return slope.square().mean()
+        self.net(batch).sum().backward()
+        return batch.grad.square().mean()  # type: ignore[union-attr]
+
+
+class GradientOfParameters(Net):
+    def training_step(self, batch: Tensor) -> Tensor:
+        return sum(slope.square().mean() for slope in self.slopes(batch))  # type: ignore[return-value]
+
+    def slopes(self, batch: Tensor) -> Any:
+        return grad(self.net(batch).sum(), [*self.parameters()], create_graph=True)
+
+
+class GradientOfAttribute(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return torch.autograd.grad(self.net(batch * self.scale).sum(), self.scale, create_graph=True)[0].norm()
 
 
 @pytest.mark.parametrize(
@@ -136,6 +153,14 @@ class GradientInStep(Net):
         (Derived, "Derived.on_train_epoch_end reads parameters"),
         (PenaltyOfValidation, "PenaltyOfValidation.validation_step reads parameters"),
         (GradientInStep, "GradientInStep.training_step reads gradients"),
+        (
+            GradientOfAttribute,
+            "GradientOfAttribute.training_step computes gradients, which may be those of parameters that it reads",
+        ),
+        (
+            GradientOfParameters,
+            "GradientOfParameters.training_step computes gradients, which may be those of parameters that it reads",
+        ),
     ],
 )
 def test_hooks_that_look(make: type[Net], expected: str) -> None:
@@ -144,6 +169,12 @@ def test_hooks_that_look(make: type[Net], expected: str) -> None:
 
 class Ordinary(Net):
     """Whatever hooks usually do without looking at a parameter."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        batch.requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(batch).sum(), batch, create_graph=True)
+        (same,) = grad(self.net(batch).sum(), batch, create_graph=True)
+        return slope.square().mean() + same.mean()
 
     def on_train_start(self) -> None:
         self.first = [p.clone() for p in self.parameters()]  # before the first step all is whole

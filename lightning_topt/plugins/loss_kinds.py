@@ -175,7 +175,10 @@ def loss_weights(parts: Sequence[Summands], *, kind: str | None) -> list[float]:
 
 
 def summands_of(loss: Tensor, *, samples: int) -> Summands:
-    """Return the summands of the loss of a batch with so many `samples`, in the order of its graph (see [Note: divisors])."""
+    """Return the summands of the loss of a batch with so many `samples`, in the order of its graph (see [Note: divisors]).
+
+    Those of parameters alone, such as a penalty, are the same in all parts of a batch, and left out.
+    """
     if loss.grad_fn is None:
         return ()
     found, todo = list[Summand](), [(loss.grad_fn, Summand(1.0, 1.0))]
@@ -191,7 +194,7 @@ def summands_of(loss: Tensor, *, samples: int) -> Summands:
         if entries is None or stacked:
             inside = stacked or [parent for parent, _ in inputs]
             todo += [(parent, Summand(divisor, factor)) for parent in reversed(inside)]
-        else:
+        elif not all(_is_of_parameters(parent) for parent, _ in inputs):
             found.append(Summand(divisor * _reduced(node, math.prod(entries)), factor))
     return tuple(found)
 
@@ -207,6 +210,22 @@ def _stacked(node: Node) -> list[Node]:
     is_join = node.name().startswith(("StackBackward", "CatBackward"))
     inputs = [(parent, _shape(parent, number)) for parent, number in node.next_functions if parent is not None]
     return [parent for parent, _ in inputs] if is_join and not any(shape for _, shape in inputs) else []
+
+
+def _is_of_parameters(node: Node) -> bool:
+    """Whether `node` computes of parameters and numbers alone."""
+    todo, seen = [node], set[Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        inputs = [parent for parent, _ in node.next_functions if parent is not None]
+        is_whole = len(inputs) == len(node.next_functions) or _constant(node) is not None
+        if not ((inputs and is_whole) or isinstance(getattr(node, "variable", None), nn.Parameter)):
+            return False
+        todo += inputs
+    return True
 
 
 def _constant(node: Node) -> float | None:

@@ -78,6 +78,13 @@ class Chosen(Language):
         return F.cross_entropy(logits, targets, reduction="none")[targets != IGNORED].mean()
 
 
+class Decays(Language):
+    """Adds a penalty of parameters."""
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets) + 0.1 * self.head.weight.square().mean()
+
+
 class Summed(Language):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits, targets, reduction="sum") / 100
@@ -112,6 +119,7 @@ EQUAL: dict[str, tuple[type[Language], dict[str, Any]]] = {
     "classes": (Classes, {}),
     "by hand": (ByHand, {"empty": True}),
     "sum": (Summed, {}),
+    "penalty": (Decays, {}),
     "even": (Beside, {"full": 32}),
 }
 REFUSED: dict[str, tuple[type[Language], dict[str, Any], str]] = {

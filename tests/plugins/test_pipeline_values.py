@@ -175,6 +175,7 @@ def test_losses_that_microbatches_do_not_have_are_named(steps: Any, says: str) -
 
 
 W, KEPT = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+P = torch.nn.Parameter(torch.ones(3))
 LOSSES: dict[str, tuple[Any, tuple[float, ...]]] = {
     "mean": (lambda x: x.square().mean(), (6,)),
     "mean over all dims": (lambda x: x.square().mean(dim=(0, 1)) / 2, (12,)),
@@ -193,6 +194,7 @@ LOSSES: dict[str, tuple[Any, tuple[float, ...]]] = {
     "heads": (lambda x: torch.stack([x[:, head].mean() for head in range(3)]).sum(), (2, 2, 2)),
     "samples": (lambda x: torch.stack([row.mean() for row in x]).mean(), (2,)),
     "nothing": (lambda x: (x * KEPT).sum() / 0.0, (0,)),
+    "penalty": (lambda x: x.mean() + 0.1 * (2 * P).square().sum() + P.norm() + (P * x).sum(), (6, 1)),
     "constant": (lambda x: torch.ones(()), ()),
 }
 

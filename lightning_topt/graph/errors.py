@@ -16,11 +16,14 @@ from torch.utils import checkpoint
 
 WAY_OUT = 'Give an explicit plan, which needs no capture: AutoParallelStrategy(plan="ddp").'
 
-HERE = os.path.dirname(__file__)
-PASSES = os.path.join(os.path.dirname(HERE), "execution", "pipeline")
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TASKS = os.path.join(PACKAGE, "cli", "")  # modules to train
 LIBRARIES = tuple(
     os.path.join(folder, "")
-    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), HERE, PASSES}
+    for folder in {
+        *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")),
+        os.path.dirname(os.path.dirname(torch.__file__)),
+    }
     if folder
 )
 FAKE_ERRORS = (
@@ -112,17 +115,19 @@ def check_no_reentrant_checkpoint(unit: str) -> None:
 
 
 def _innermost(found: traceback.StackSummary) -> str:
-    frames = [
-        frame
-        for frame in found
-        if not os.path.abspath(frame.filename).startswith((os.path.dirname(torch.__file__), HERE, PASSES))
-    ]
+    frames = [frame for frame in found if not _is_of_torch(os.path.abspath(frame.filename))]
     own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(LIBRARIES)] or frames
     if not own:
         return ""
     frame = own[-1]
     source = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
     return f"  {frame.filename}:{frame.lineno}, in {frame.name}: {source}\n"
+
+
+def _is_of_torch(file: str) -> bool:
+    """Whether it is a file of torch, or of this package."""
+    is_own = file.startswith(os.path.join(PACKAGE, "")) and not file.startswith(TASKS)
+    return is_own or file.startswith(os.path.join(os.path.dirname(torch.__file__), ""))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

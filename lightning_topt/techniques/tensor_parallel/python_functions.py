@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
+from lightning_topt.graph.errors import line_of_caller
 from lightning_topt.techniques.tensor_parallel.kinds import tensors_in
 from lightning_topt.techniques.tensor_parallel.layout import layout_of, with_layout
 
@@ -115,7 +116,7 @@ def _watched_group(group: dist.ProcessGroup | None) -> Any:
         raise ValueError(
             f"a step calls torch.distributed.{name} among all ranks, and under this plan several of them have the same "
             "samples, which would count more than once: call self.all_gather or self.trainer.strategy.reduce, which know the "
-            "ranks of the data, or choose a plan without tensor axes"
+            f"ranks of the data, or choose a plan without tensor axes\n{line_of_caller()}"
         )
     return _not_in_group(group)
 

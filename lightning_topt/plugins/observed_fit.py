@@ -146,7 +146,7 @@ class ObservedFit:
             yield
             return
         # The first step shows the optimizer's state, the second what it moves; later ones are timed.
-        with observer.recording(optimizer) if number < 2 else observer.timing(optimizer):
+        with observer.recording(optimizer) if observer.recorded(optimizer) < 2 else observer.timing(optimizer):
             yield
         if self._has_graph and number > 1:
             self._clock.end()

@@ -3,8 +3,9 @@
 A block's bytes in each phase (see `costs.lifetimes`) become a few numbers: what is there all the step, what while later blocks
 run forward and while they run backward, what before and after these, and the peaks while it runs. What it has in phases of
 other blocks above these (a buffer that the next block still needs) is charged to the block that runs then, at the most that any
-configuration has. So the table is an upper bound of what blocks keep, and equal to it where they do not differ in that; plans
-that are found are evaluated by `PlanCosts` again.
+configuration has. Buffers of sharded blocks live until the next sharded block: blocks with whole gradients between them are
+charged the largest (`Choices.between`). So the table is an upper bound of what blocks keep, and equal to it where they do not
+differ in that; plans that are found are evaluated by `PlanCosts` again.
 """
 
 from __future__ import annotations
@@ -134,10 +135,57 @@ class Choices:
         return np.array([[position[kind, k] for kind in FORWARD + BACKWARD] for k in range(len(self.positions))])
 
     def neighbours(self, block: str, config: OpConfig) -> Neighbours:
-        """Return the blocks beside `block` where all are sharded, if it is."""
+        """Return the blocks beside `block` where all are sharded, if it is; for the root one that it has in any case."""
         if not config.storage.sharded_axes("gradients"):
             return Neighbours()
-        return self._uniform_neighbours[block]
+        beside = self._uniform_neighbours[block]
+        if block == ROOT and beside.following is not None and any(map(_is_whole, self.configs[beside.following])):
+            return replace(beside, following=None)
+        return beside
+
+    def split_by_first(self) -> tuple[Choices, ...]:
+        """Return the choices in which the block that is gathered first is sharded, and those in which it is not: until it is
+        gathered the buffer of a sharded root lives.
+        """
+        first = self._uniform_neighbours[ROOT].following
+        if first is None:
+            return (self,)
+        halves = ([config for config in self.configs[first] if _is_whole(config) == whole] for whole in (False, True))
+        return tuple(replace(self, configs={**self.configs, first: half}) for half in halves if half)
+
+    @cached_property
+    def between(self) -> Array:
+        """The bytes (phase,) that a block with whole gradients has beside it of sharded ones, above what these have where all
+        are sharded: the largest buffer of a block before it, and of one after it.
+        """
+        phases, found = self.costs.step.phases, np.zeros((2, len(self.costs.step.phases.order)))
+        if not self._mixes:
+            return np.asarray(found[0])
+        segment = phases.segment
+        for home, block in self._ends:
+            sharded = (config for config in self.configs[block] if not _is_whole(config) and not config.recompute)
+            for config in sharded:
+                usual = self.costs.block_memory(block, config, self._uniform_neighbours[block])
+                more = self.costs.block_memory(block, config) - usual
+                for side, of_others in enumerate((segment > home, (segment >= 0) & (segment < home))):
+                    found[side] = np.maximum(found[side], np.where(of_others, more, 0.0))
+        return np.asarray(found.sum(axis=0))
+
+    @property
+    def _ends(self) -> list[tuple[int, str]]:
+        """The first and the last position of blocks that are alike: those before and after all others."""
+        ends: dict[Hashable, list[tuple[int, str]]] = {}
+        for home, block in enumerate(self.positions):
+            if block:
+                key = self.costs.step.alike[block], id(self.configs[block])
+                ends[key] = [*ends.get(key, [])[:1], (home, block)]
+        return [end for pair in ends.values() for end in pair]
+
+    @cached_property
+    def _mixes(self) -> bool:
+        """Whether some configurations shard gradients and others do not."""
+        distinct = {id(several): several for name, several in self.configs.items() if name != ROOT}
+        return len({_is_whole(config) for configs in distinct.values() for config in configs}) > 1
 
     @cached_property
     def _uniform_neighbours(self) -> dict[str, Neighbours]:
@@ -148,8 +196,7 @@ class Choices:
     def _whole(self) -> bool:
         """Whether no configuration shards gradients."""
         distinct = {id(several): several for several in self.configs.values()}
-        several = (config for configs in distinct.values() for config in configs)
-        return not any(config.storage.sharded_axes("gradients") for config in several)
+        return all(_is_whole(config) for configs in distinct.values() for config in configs)
 
     def _near(self, block: str, home: int) -> tuple[int | None, ...]:
         beside, spans = self._uniform_neighbours[block], self.costs.step.segments.of_block
@@ -177,6 +224,10 @@ class Choices:
         above = np.where(own, 0.0, size - static[:, None] - listed_then).max(axis=0)
         beside = {phases.order[index]: float(above[index]) for index in np.flatnonzero(above >= 1)}
         return BlockBytes(static, held, kept, late, size[:, own] - static[:, None], beside)
+
+
+def _is_whole(config: OpConfig) -> bool:
+    return not config.storage.sharded_axes("gradients")
 
 
 def _moved(numbers: BlockBytes, by: int) -> BlockBytes:
@@ -216,14 +267,15 @@ class Chain:
         always = float(fixed.min())
         beside = fixed - always + self.choices.beside
         own, root = beside[self.choices.own], self.costs.block_times(ROOT, self.root).T
+        between = self.choices.between[self.choices.own]
         seen: dict[Hashable, int] = {}
         distinct: dict[tuple[bytes, ...], int] = {}
         blocks: list[BlockCosts] = []
         order = []
         for k, kind in enumerate(self.choices.kinds):
-            key = kind, own[k].tobytes(), root[k].tobytes()
+            key = kind, own[k].tobytes(), root[k].tobytes(), between[k].tobytes()
             if key not in seen:
-                columns = self._columns(k, own[k], root[k])
+                columns = self._columns(k, own[k], root[k], between[k])
                 seen[key] = distinct.setdefault(tuple(column.tobytes() for column in columns.values()), len(blocks))
                 if seen[key] == len(blocks):
                     block = self.choices.positions[k]
@@ -248,14 +300,19 @@ class Chain:
                 together = together + step.phases.add_up(technique.plan_lifetimes(step, blocks))
         return together + self.costs.block_memory(ROOT, self.root, self.choices.neighbours(ROOT, self.root))
 
-    def _columns(self, k: int, beside: Array, root: Array) -> dict[str, Any]:
-        """The costs of the block at position `k`, by their names in `BlockCosts` (config,), `beside` others (phase,) and the
-        times of the `root` there (3,).
+    def _columns(self, k: int, beside: Array, root: Array, between: Array) -> dict[str, Any]:
+        """The costs of the block at position `k`, by their names in `BlockCosts` (config,), `beside` others (phase,), with what
+        is `between` sharded ones (phase,) where it is whole, and the times of the `root` there (3,).
 
         On grids, nanoseconds and bytes, on which those of equal blocks are equal.
         """
         numbers = self.choices.bytes.get(k)
-        own = beside[None] if numbers is None else numbers.own + beside
+        if numbers is None:  # where the buffers of the nearest block are listed
+            listed_beside = self.choices.beside[self.choices.own[k]]
+            own = (beside + np.maximum(between - listed_beside, 0.0))[None]
+        else:
+            whole = np.array([_is_whole(config) for config in self.choices.configs[self.choices.positions[k]]])
+            own = numbers.own + beside + np.where(whole[:, None], between, 0.0)
         humps = np.maximum(np.stack([own[:, : len(FORWARD)].max(axis=1), own[:, len(FORWARD) :].max(axis=1)]), 0.0)
         if numbers is None:
             times, listed = root[:, None], np.zeros((4, 1))

@@ -33,7 +33,10 @@ class PlanSpace:
             configs = self._configs(group)
             if all(configs.values()):
                 choices = Choices(self.costs, configs)
-                yield from (Chain(choices, root) for root in configs[ROOT])
+                halves = choices.split_by_first()
+                for root in configs[ROOT]:
+                    sharded = root.storage.sharded_axes("gradients")
+                    yield from (Chain(each, root) for each in (halves if sharded else [choices]))
 
     def uniform(self) -> PlanBatch:
         """Return the plans with one storage for all blocks, without and with recomputation; a block that cannot have that takes

@@ -67,7 +67,7 @@ def random_graph(seed: int, *, num_blocks: int = 3, alike: bool = False) -> OpGr
         order.insert(rng.randint(0, len(order)), "")
     order = [name for index, name in enumerate(order) if index == 0 or name != order[index - 1]]
     parameters, uses = [], {index: [] for index in range(len(order))}
-    for block in {*order}:
+    for block in dict.fromkeys(order):
         own, draw = [index for index, name in enumerate(order) if name == block], drawn(block)
         for number in range(draw.randint(0 if block else 1, 3)):
             shape = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 2)))

@@ -69,6 +69,7 @@ class TrainingStep:
         in_place: `kernel_seconds` were measured in steps of a run that `returns_memory` too (`graph.step_timer`), so that they
             contain the taking.
         joint: modules that run the batches of all ranks of a tensor group, each of which brings one of `batch_size` samples.
+        gradient_views: gradients are views of DDP's buckets, which saves a copy of them; else they are tensors of their own.
 
     Raises ValueError for more ranks than the cluster has devices, a batch smaller than one sample or of a size that the
     graph says nothing about, and an exchange that these ranks cannot have.
@@ -89,6 +90,7 @@ class TrainingStep:
     split_calls: int = 0
     joint: tuple[JointModule, ...] = ()
     in_place: bool = False
+    gradient_views: bool = False
 
     def __post_init__(self) -> None:
         check_world_size(self.cluster, world_size=self.mesh.size)

@@ -11,10 +11,10 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
 from typing_extensions import override
 
 from lightning_topt.execution.engine import Engine
@@ -28,7 +28,9 @@ _MANY = 0.1
 class JointBatches(Turns):
     """The steps of the ranks of `group`; arguments as in `Turns`."""
 
-    def __init__(self, engine: Engine, module: nn.Module, group: dist.ProcessGroup, *, device: torch.device) -> None:
+    def __init__(
+        self, engine: Engine, module: pl.LightningModule, group: dist.ProcessGroup, *, device: torch.device
+    ) -> None:
         super().__init__(engine, module, group, device=device)
         self._buffers_differ = False
         self._steps = self._in_turns = 0

@@ -15,12 +15,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_topt.execution.engine import Engine
-from lightning_topt.plugins.former_gradients import Gradients, gradients_aside
+from lightning_topt.plugins.former_gradients import Gradients, cleared_before_backward, gradients_aside
 from lightning_topt.plugins.member_batches import values_of_members
 from lightning_topt.plugins.member_state import LoggedLater, MemberBuffers, foreign_turn
 from lightning_topt.techniques.tensor_parallel.random_states import random_states
@@ -31,7 +32,9 @@ Step = Callable[..., Any]
 class Turns:
     """The turns of the ranks of `group`, with this one, on `module`, which `engine` runs split over them on `device`."""
 
-    def __init__(self, engine: Engine, module: nn.Module, group: dist.ProcessGroup, *, device: torch.device) -> None:
+    def __init__(
+        self, engine: Engine, module: pl.LightningModule, group: dist.ProcessGroup, *, device: torch.device
+    ) -> None:
         self._engine, self._module, self._group, self._device = engine, module, group, device
         self._size, self._place = dist.get_world_size(group), dist.get_rank(group)
         self._buffers = MemberBuffers(module, size=self._size, place=self._place)
@@ -46,7 +49,7 @@ class Turns:
         """
         self._buffers.begin(stay_in_sync=exchanges)
         logged, own, last_loss = LoggedLater(self._module), None, None
-        with gradients_aside(self._module) as gradients:
+        with gradients_aside(self._module, dropped=cleared_before_backward(self._module)) as gradients:
             for member, (batch, states) in enumerate(self._members(args)):
                 is_last = member == self._size - 1
                 with self._turn(member, states, logged), nullcontext() if is_last else self._engine.no_sync():

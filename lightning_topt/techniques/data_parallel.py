@@ -1,13 +1,16 @@
 """Data parallelism: every rank has all parameters and whole gradients, averaged by torch's DistributedDataParallel (DDP).
 
     what                                         source
-    P + G + S all the time                       Rajbhandari et al., arXiv 1910.02054, section 5
-    gradients twice while buckets are rebuilt    torch 2.13 `reducer.cpp`: once, before the second forward, in the order in
-                                                 which gradients became ready
-    gradients outside the buckets                autograd makes a gradient as a tensor of its own, which is then copied
+    P + G + S all the time, G those of buckets   Rajbhandari et al., arXiv 1910.02054, section 5
+    gradients beside the buckets                 torch 2.13 `reducer.cpp`: autograd makes a gradient as a tensor of its own,
+                                                 which is copied into a bucket, and back once the bucket is averaged
+    views: gradients twice while buckets are     same file: once, before the second forward, in the order in which gradients
+    rebuilt                                      became ready; old buckets go first, but where gradients are views of them
 
-Gradients are views of DDP's buckets, which stay. It also averages the whole gradients of blocks whose optimizer state is
-sharded (ZeRO level 1). Parameters with sharded gradients are beside it in the same model: DDP ignores them.
+Gradients are tensors of their own, as under torch's defaults, or views of DDP's buckets where the step says so: then what
+autograd makes goes once it is copied. Zero_grad frees gradients, not buckets, between forward and backward. DDP also averages
+the whole gradients of blocks whose optimizer state is sharded (ZeRO level 1). Parameters with sharded gradients are beside it
+in the same model: DDP ignores them.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_topt.costs.communication import Collective
-from lightning_topt.costs.lifetimes import REBUILD, Lifetime
+from lightning_topt.costs.lifetimes import FORWARD_OVER, REBUILD, UPDATE, Lifetime
 from lightning_topt.costs.sizes import gradient_bytes, parameter_bytes
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.costs.update import temporaries_seconds
@@ -165,15 +168,44 @@ class _Slices(nn.Module):
 
 
 def whole_gradient_lifetimes(step: TrainingStep, block: str) -> Iterator[Lifetime]:
-    """Yield whole parameters and gradients."""
+    """Yield whole parameters, gradients and the buckets of DDP."""
     parameters, phases = step.parameters(block), step.phases
     gradients = sum(map(gradient_bytes, parameters))
     yield phases.always("parameters", sum(map(parameter_bytes, parameters)))
-    yield phases.always("gradients", gradients)
-    yield Lifetime("gradients", gradients, REBUILD, REBUILD)
-    if step.num_microbatches > 1:  # those of the last step wait for zero_grad meanwhile
+    if has_buckets(step):
+        yield phases.always("gradient buckets", gradients)
+    if step.num_microbatches > 1:  # those of the microbatches so far
         yield phases.always("gradients", gradients)
-    yield from _loose_gradient_lifetimes(step, parameters)
+        yield from _loose_gradient_lifetimes(step, parameters)
+    elif step.gradient_views and has_buckets(step):
+        yield Lifetime("gradients", gradients, REBUILD, REBUILD)
+        yield from _loose_gradient_lifetimes(step, parameters)
+    else:
+        yield from _own_gradient_lifetimes(step, parameters)
+
+
+def has_buckets(step: TrainingStep) -> bool:
+    """Return whether whole gradients travel in buckets of DDP: not where there is one rank for each slice."""
+    return bool(step.joint) or step.mesh.data_parallel_size > 1 or not step.mesh.tensor_axes
+
+
+def _own_gradient_lifetimes(step: TrainingStep, parameters: Sequence[Parameter]) -> Iterator[Lifetime]:
+    """Gradients that are tensors of their own: those of the last step until zero_grad, which comes after forward, new ones from
+    the backward of the last segment that uses the parameter.
+    """
+    spans = step.segments.of_parameter
+    yield Lifetime("gradients", sum(map(gradient_bytes, parameters)), REBUILD, FORWARD_OVER)
+    begun: dict[int, float] = {}
+    second: dict[int, float] = {}
+    for parameter in parameters:
+        (first, last), size = spans[parameter.name], float(gradient_bytes(parameter))
+        begun[last] = begun.get(last, 0.0) + size
+        if first < last:  # the second part, before it is added
+            second[first] = max(second.get(first, 0.0), size)
+    for k, size in begun.items():
+        yield Lifetime("gradients", size, ("backward", k), UPDATE)
+    for k, size in second.items():
+        yield Lifetime("gradients", size, ("backward", k), ("backward", k))
 
 
 def _loose_gradient_lifetimes(step: TrainingStep, parameters: Sequence[Parameter]) -> Iterator[Lifetime]:
@@ -194,8 +226,12 @@ def _loose_gradient_lifetimes(step: TrainingStep, parameters: Sequence[Parameter
 
 
 def add_reduction(seconds: BlockSeconds, step: TrainingStep, block: str) -> None:
-    """Add the copy of whole gradients into DDP's bucket, and their all-reduce where nothing else exchanges them."""
-    seconds.reduce_foreground += step.copy_seconds(sum(map(gradient_bytes, step.parameters(block))))
+    """Add the copies of whole gradients into DDP's bucket and, once all are averaged, out of it, and their all-reduce where
+    nothing else exchanges them.
+    """
+    copy = step.copy_seconds(sum(map(gradient_bytes, step.parameters(block)))) if has_buckets(step) else 0.0
+    seconds.reduce_foreground += copy
+    seconds.reduce_last += 0.0 if step.gradient_views else copy
     collectives = [*whole_gradient_collectives(step, block)]
     add_exchange(seconds, step, step.seconds_of(collectives), waits=step.waits_of(collectives))
 

@@ -123,7 +123,7 @@ def _block_seconds(costs: PlanCosts, name: str, config: OpConfig) -> dict[str, f
         "recompute": count * time.recompute,
         "update": time.update,
         "gather": sum(time.gather_foreground) + sum(time.gather_background),
-        "reduce": time.reduce_foreground + time.reduce_background,
+        "reduce": time.reduce_foreground + time.reduce_background + time.reduce_last,
         "broadcast": time.broadcast,
     }
 

@@ -183,7 +183,8 @@ class PlanCosts:
         in_backward = seconds.gather_foreground[1] + max(seconds.gather_background[1] - after, 0.0)
         in_backward += seconds.recompute + seconds.reduce_foreground
         earlier = (count - 1) * seconds.recompute  # in backward of the microbatches before the last
-        times[0, 0] += in_forward + earlier + in_backward + seconds.update + seconds.broadcast
+        times[0, 0] += in_forward + earlier + in_backward + seconds.reduce_last
+        times[0, 0] += seconds.update + seconds.broadcast
         times[1, 0] += in_backward
         times[2, 0] += seconds.gather_background[1] + seconds.reduce_background
         return times

@@ -46,7 +46,7 @@ class RunOptions:
     it. `topology` (None: from the environment) and `nonfinite` (see `ExchangeSettings`) are for the plan's gradient exchange.
     """
 
-    ddp: Mapping[str, Any] = field(default_factory=lambda: {"gradient_as_bucket_view": True})
+    ddp: Mapping[str, Any] = field(default_factory=dict)
     hook: Callable[..., Any] | None = None
     hook_state: Any = None
     topology: Topology | None = None
@@ -169,8 +169,9 @@ class BlockSeconds:
     """`BlockSeconds` are what techniques add to the computation of a block, in seconds.
 
     Exchanges are split into foreground (in the way of computation) and background (beside it, on the network); gathers come
-    before the forward and before the backward of the block, its reduction starts after its backward. `recompute` is forward
-    computation within backward, `update` the optimizer step and what follows it, `broadcast` the exchange of its results.
+    before the forward and before the backward of the block, its reduction starts after its backward; `reduce_last` comes once
+    all reductions are over. `recompute` is forward computation within backward, `update` the optimizer step and what follows
+    it, `broadcast` the exchange of its results.
     """
 
     recompute: float = 0.0
@@ -178,6 +179,7 @@ class BlockSeconds:
     gather_background: list[float] = field(default_factory=lambda: [0.0, 0.0])
     reduce_foreground: float = 0.0
     reduce_background: float = 0.0
+    reduce_last: float = 0.0
     update: float = 0.0
     broadcast: float = 0.0
 

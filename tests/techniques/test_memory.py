@@ -49,7 +49,7 @@ def backward_spike(segment, recompute):
     return max(own, segment.output_bytes.at(BATCH) + segment.forward_peak_bytes.at(BATCH)) if recompute else own
 
 
-def simulate_replicated(graph, profile, configs, world_size, rank):
+def simulate_replicated(graph, profile, configs, world_size, rank, views):
     memory, spans = Memory(), locate(graph).of_parameter
     level_1 = [p for p in graph.parameters if configs[p.block].storage.level == 1]
     trained = [p for p in level_1 if p.trainable]
@@ -63,20 +63,30 @@ def simulate_replicated(graph, profile, configs, world_size, rank):
             memory.alloc("state", profile.state_bytes(p.name) / world_size)
         elif owners.get(p.name, rank) == rank:
             memory.alloc("state", profile.state_bytes(p.name))
-    memory.spike(sum(gradient_bytes(p) for p in graph.parameters))  # DDP makes new buckets before it drops the old
+    everything = sum(gradient_bytes(p) for p in graph.parameters)
+    if views:
+        memory.spike(everything)  # DDP makes new buckets while gradients still hold the old
+    else:
+        memory.alloc("gradients", everything)  # of the step before, until zero_grad
     for k, segment in enumerate(graph.timeline):
         memory.spike(segment.forward_peak_bytes.at(BATCH))
         memory.alloc(("kept", k), held(segment, configs[segment.block].recompute))
+    if not views:
+        memory.free("gradients")
     for k, segment in reversed([*enumerate(graph.timeline)]):
         memory.free(("kept", k))
         memory.alloc("backward", backward_spike(segment, configs[segment.block].recompute))
         for p in graph.parameters:
-            if spans[p.name][1] == k != spans[p.name][0]:
-                memory.alloc(("first part", p.name), gradient_bytes(p))
-        memory.spike(max([gradient_bytes(p) for p in graph.parameters if spans[p.name][0] == k], default=0))
+            first, last = spans[p.name]
+            if last == k and (first != k or not views):  # views: copied into a bucket one by one, and freed
+                memory.alloc(("gradient", p.name), gradient_bytes(p))
+        parts = [
+            gradient_bytes(p) for p in graph.parameters if spans[p.name][0] == k and (views or spans[p.name][1] != k)
+        ]
+        memory.spike(max(parts, default=0))
         for p in graph.parameters:
-            if spans[p.name][0] == k != spans[p.name][1]:
-                memory.free(("first part", p.name))
+            if spans[p.name][0] == k != spans[p.name][1] and views:
+                memory.free(("gradient", p.name))
         memory.free("backward")
     memory.spike(max((u.temporary_bytes for u in profile.updates.values()), default=0))
     return memory.peak
@@ -175,10 +185,9 @@ class Fsdp:
             self.reduce(segment.block)
 
 
-def costs_of(graph, profile, world_size, backend="nccl"):
-    return PlanCosts(
-        TrainingStep(graph, cluster_of(world_size, backend=backend), profile, data_mesh(world_size), BATCH)
-    )
+def costs_of(graph, profile, world_size, backend="nccl", views=False):
+    common = graph, cluster_of(world_size, backend=backend), profile, data_mesh(world_size), BATCH
+    return PlanCosts(TrainingStep(*common, gradient_views=views))
 
 
 def random_plan(graph, profile, levels, world_size, rng):
@@ -187,21 +196,23 @@ def random_plan(graph, profile, levels, world_size, rng):
     return {name: rng.choice(configs) for name, configs in legal.items()}
 
 
-def explained(graph, profile, configs, world_size, backend="nccl") -> Explanation:
-    costs = costs_of(graph, profile, world_size, backend)
+def explained(graph, profile, configs, world_size, backend="nccl", views=False) -> Explanation:
+    costs = costs_of(graph, profile, world_size, backend, views)
     result = explain(costs, configs)
     assert costs.memory(configs).max() == pytest.approx(result.peak_bytes)
     return result
 
 
+@pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_replicated_peak_is_that_of_a_simulated_step(seed):
+def test_replicated_peak_is_that_of_a_simulated_step(seed, views):
     rng = random.Random(seed)
     graph, world_size = random_graph(seed, num_blocks=rng.randint(1, 4)), rng.randint(1, 4)
     profile = profile_of(graph, elementwise=seed % 2 == 0)
     configs = random_plan(graph, profile, (0, 1), world_size, rng)
-    peaks = [simulate_replicated(graph, profile, configs, world_size, rank) for rank in range(world_size)]
-    assert explained(graph, profile, configs, world_size).peak_bytes == pytest.approx(max(peaks), abs=1e-6)
+    peaks = [simulate_replicated(graph, profile, configs, world_size, rank, views) for rank in range(world_size)]
+    result = explained(graph, profile, configs, world_size, views=views)
+    assert result.peak_bytes == pytest.approx(max(peaks), abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -227,17 +238,21 @@ def test_hand_made_numbers():
     graph = graph_of("M", 1, ops, (), parameters, (Block("a", 0, True), Block("b", 0, True)), timeline, 0, Amount())
     profile = profile_of(graph)
 
-    def peak(level, recompute=False, world_size=2):
+    def peak(level, recompute=False, world_size=2, views=False):
         configs = {b: OpConfig.zero(level, recompute=recompute) for b in "ab"}
-        return explained(graph, profile, configs, world_size)
+        return explained(graph, profile, configs, world_size, views=views)
 
-    whole = 2 * (64 + 64 + 132)  # parameters, gradients, Adam's state
-    assert (
-        peak(0).peak_bytes == whole + 100 + 200 + 5 + 64
-    )  # in the backward of b, whose gradient is not in a bucket yet
-    assert peak(0).peak_phase == "backward 1"
-    assert peak(0, recompute=True).peak_bytes == whole + 10 + (10 + 200) + 64  # b runs its forward again
-    assert peak(1).peak_bytes == whole - 132 + 100 + 200 + 5 + 64
+    whole = 2 * (64 + 64 + 132)  # parameters, buckets, Adam's state
+    # The gradients of the step before wait for zero_grad.
+    assert peak(0).peak_bytes == whole + 2 * 64 + 100 + 200
+    assert peak(0).peak_phase == "forward 1"
+    assert peak(0, recompute=True).peak_bytes == whole + 10 + 200 + 2 * 64
+    assert peak(1).peak_bytes == whole - 132 + 100 + 200 + 2 * 64
+    # In the backward of b, whose gradient is not in a bucket yet.
+    assert peak(0, views=True).peak_bytes == whole + 100 + 200 + 5 + 64
+    assert peak(0, views=True).peak_phase == "backward 1"
+    assert peak(0, recompute=True, views=True).peak_bytes == whole + 10 + (10 + 200) + 64  # b runs its forward again
+    assert peak(1, views=True).peak_bytes == whole - 132 + 100 + 200 + 5 + 64
     shards = 2 * (32 + 66)
     # backward of b: its whole parameter and gradient; the flat buffer of a, gathered ahead
     assert peak(3).peak_bytes == shards + 100 + 200 + 5 + 64 + 64 + 64

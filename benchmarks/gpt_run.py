@@ -81,7 +81,7 @@ def main() -> None:
             allow_staleness=bool(options.allow_staleness),
         )
     else:
-        strategy = DDPStrategy(gradient_as_bucket_view=True)
+        strategy = DDPStrategy()
     monitor = StepMonitor(warmup_steps=options.warmup)
     trainer = L.Trainer(
         accelerator="cpu",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.overhead        # about 6 minutes on 2 cores
 
-Rounds are interleaved; each is a job of its own (two CPU ranks, one thread each). Both use gradient_as_bucket_view.
+Rounds are interleaved; each is a job of its own (two CPU ranks, one thread each).
 """
 
 from __future__ import annotations

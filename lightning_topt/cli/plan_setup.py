@@ -140,6 +140,7 @@ class Asked:
             example.graph,
             device_counts=meshes.device_counts,
             returns_memory=request.saves_memory,
+            gradient_views=request.gradient_views,
             split=example.split if meshes.tensor and unsplit is None else None,
             mesh=meshes.mesh,
             pipelines=meshes.pipelines.wanted if unstaged is None else None,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -41,7 +42,7 @@ from lightning_topt.execution.pipeline.stage_compression import compress_gradien
 from lightning_topt.execution.pipeline.stage_optimizer import StageOptimizer
 from lightning_topt.execution.plan_problems import checked_parameters
 from lightning_topt.optim import sharded_gradients
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.techniques.recomputation import apply_recomputation, remove_recomputation
 from lightning_topt.techniques.registry import TECHNIQUES
 from lightning_topt.techniques.technique import Applied, RunOptions
@@ -62,7 +63,7 @@ class Engine:
     ) -> None:
         check_world_size(plan, dist.get_world_size())
         self.plan, self.module, self.device = plan, module, device
-        self._options = options or RunOptions()
+        self._options = _with_views(options or RunOptions()) if plan.gradient_views else options or RunOptions()
         self._model: nn.Module = module
         self._optimizers: dict[Optimizer, AttachedOptimizer | StageOptimizer] = {}
         self._stages: PipelineRun | None = None  # of a plan with stages, once applied
@@ -296,3 +297,13 @@ class Engine:
         if self.exchange is not None:
             self.exchange.close()
             self.exchange = None
+
+
+def _with_views(options: RunOptions) -> RunOptions:
+    """The options for a plan whose gradients are views of DDP's buckets. Raises PlanError where they say something else."""
+    asked = {"gradient_as_bucket_view": True, **options.ddp}
+    if not asked["gradient_as_bucket_view"]:
+        raise PlanError(
+            "the plan has gradient_views: leave it out of the plan, or gradient_as_bucket_view=False of the strategy"
+        )
+    return replace(options, ddp=asked)

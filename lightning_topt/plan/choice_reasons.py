@@ -58,6 +58,19 @@ def why_stale(chosen: Point, fitting: Sequence[Point], peers: Sequence[Point]) -
     return words
 
 
+def why_views(chosen: Point, fitting: Sequence[Point], peers: Sequence[Point]) -> str:
+    """Return what gradients in DDP's buckets are good for."""
+    if not chosen.plan.gradient_views:
+        return ""
+    words = (
+        "gradients are views of DDP's buckets, so that what an optimizer keeps of them is overwritten by the next step"
+    )
+    own = [point for point in fitting if not point.plan.gradient_views]
+    if not own:
+        return f"{words}: otherwise no plan fits"
+    return f"{words}: otherwise the fastest plan that fits takes {format_seconds(min(p.step_seconds for p in own))}"
+
+
 def why_compressed(chosen: Point, peers: Sequence[Point]) -> str:
     """Return what compression is good for."""
     exchange = chosen.plan.gradient_exchange

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from lightning_topt.basics.units import format_bytes, format_seconds
 from lightning_topt.costs.plain_values import shown
-from lightning_topt.plan.choice_reasons import why_compressed, why_split, why_staged, why_stale
+from lightning_topt.plan.choice_reasons import why_compressed, why_split, why_staged, why_stale, why_views
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanPoint
 from lightning_topt.schedules.continuous import LAGS
@@ -51,8 +51,8 @@ def choose(
     """Return the simplest point that is as good as the best by `objective`; its plan's `reason` says why, and what others cost.
 
     First the simplest mechanism: weights miss no update, or few, gradients travel whole, parameters are whole, there are no
-    stages. Then the simplest plan that runs by it: a plain schedule, blocks are alike, nothing is recomputed, a low ZeRO
-    level, few blocks that deviate. Plans with equally many devices are compared.
+    stages, gradients are no views. Then the simplest plan that runs by it: a plain schedule, blocks are alike, nothing is
+    recomputed, a low ZeRO level, few blocks that deviate. Plans with equally many devices are compared.
 
     Args:
         points: `PlanFrontier.candidates`, or any others.
@@ -124,6 +124,7 @@ def _mechanism(plan: ParallelPlan) -> tuple[int, ...]:
         exchanged,
         int(not plan.keeps_gradients_whole),
         int(plan.schedule is not None),
+        int(plan.gradient_views),
     )
 
 
@@ -222,7 +223,7 @@ def _neighbours(
         pace = f"is {100 * change:.1f} % slower" if change >= 0 else f"{100 * -change:.1f} % of the time"
         sentences.append(f"the next smaller plan ({smaller.plan.summary()}) saves {saved} and {pace}")
     fitting = fitting_points(peers, memory_limit=memory_limit, memory_margin=memory_margin)
-    whys = [why(chosen, fitting, peers) for why in (why_split, why_staged, why_stale)]
+    whys = [why(chosen, fitting, peers) for why in (why_split, why_staged, why_stale, why_views)]
     return [*sentences, *filter(None, [why_compressed(chosen, peers), *whys])]
 
 

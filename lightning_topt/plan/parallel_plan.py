@@ -22,7 +22,7 @@ from lightning_topt.graph.mesh_axes import Mesh, data_mesh
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.plan.gradient_exchange import exchange_to_dict, read_exchange
 from lightning_topt.plan.legal_stages import check_continuous, rule_from_value
-from lightning_topt.plan.plan_checks import check_joint_batches, check_stages
+from lightning_topt.plan.plan_checks import check_joint_batches, check_stages, check_views
 from lightning_topt.plan.plan_entries import VERSION, plan_entries
 from lightning_topt.plan.plan_parts import (
     BlockPlan,
@@ -62,6 +62,9 @@ class ParallelPlan:
     `prediction`, with a schedule that never flushes, is the rule for the weights of its passes, its name or ``{"rule": name,
     option: value}``; None: the default one of the optimizer.
 
+    `gradient_views`: gradients that are whole are views of DDP's buckets (`gradient_as_bucket_view`), which saves a copy of
+    them; an optimizer that keeps gradients of an earlier step then finds the new ones there.
+
     A plan says what is to run; whether a release can run it is asked of the techniques (`techniques.registry`).
     Raises PlanError when a placement does not have as many axes as the mesh, the gradient exchange is none that a plan can
     fix, the block ``""`` is missing, stages, schedule and mesh do not belong together, or the microbatches cannot be.
@@ -81,6 +84,7 @@ class ParallelPlan:
     own_batches: bool = False
     joint: tuple[JointModule, ...] = ()
     prediction: WeightPrediction | str | Mapping[str, Any] | None = None
+    gradient_views: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prediction", rule_from_value(self.prediction))
@@ -93,6 +97,8 @@ class ParallelPlan:
         rest: dict[str, Any] = {"num_microbatches": self.num_microbatches, "own_batches": self.own_batches}
         check_stages(self.stages, self.mesh, self.configs, schedule=self.schedule, **rest)
         check_continuous(self)
+        if self.gradient_views:
+            check_views(self.configs, has_schedule=self.schedule is not None)
         ranks = self.mesh.ranks_along(self.mesh.tensor_axes)
         if self.schedule is None and self.num_microbatches not in (1, ranks):
             raise PlanError(
@@ -186,6 +192,8 @@ class ParallelPlan:
             blocks += ", the batch of each rank"
         if self.joint:
             blocks += f", {len(self.joint)} joint modules"
+        if self.gradient_views:
+            blocks += ", gradients as views of buckets"
         if self.gradient_exchange is None:
             return blocks
         return f"{blocks}, gradients {self.gradient_exchange.words}"
@@ -208,6 +216,7 @@ class ParallelPlan:
             **({} if self.num_microbatches == 1 else {"num_microbatches": self.num_microbatches}),
             **({"own_batches": True} if self.own_batches else {}),
             **({"joint": [each.to_dict() for each in self.joint]} if self.joint else {}),
+            **({"gradient_views": True} if self.gradient_views else {}),
             **({} if (rule := self.weight_prediction) is None else {"prediction": prediction_to_value(rule)}),
             **({"stages": [_stage_to_dict(stage, configs) for stage in self.stages]} if stages else {}),
         }

@@ -57,6 +57,15 @@ def check_stages(
             raise PlanError('the block "" stands in several stages, which must place it alike')
 
 
+def check_views(configs: Mapping[str, OpConfig], *, has_schedule: bool) -> None:
+    """Raise PlanError where no gradient of the plan is in a bucket of DDP."""
+    if has_schedule or all(config.storage.sharded_axes("gradients") for config in configs.values()):
+        raise PlanError(
+            "gradient_views is for gradients that DistributedDataParallel averages (ZeRO levels 0 and 1, no stages), of which "
+            "this plan has none: leave it out"
+        )
+
+
 def check_joint_batches(
     mesh: Mesh, configs: Mapping[str, OpConfig], *, has_turns: bool, has_schedule: bool, has_exchange: bool
 ) -> None:

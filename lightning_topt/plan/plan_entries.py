@@ -46,6 +46,7 @@ def plan_entries(data: Any, *, known: Collection[str]) -> dict[str, Any]:
         "own_batches": truth(data.get("own_batches", False), name="own_batches"),
         "joint": joint_from_value(data.get("joint") or (), name="joint"),
         "prediction": data.get("prediction"),
+        "gradient_views": truth(data.get("gradient_views", False), name="gradient_views"),
         **texts,
     }
 

@@ -69,6 +69,7 @@ def step_of(request: SearchRequest, plan: ParallelPlan) -> TrainingStep:
         step_on(request, plan.mesh),
         exchange=plan.gradient_exchange,
         returns_memory=request.returns_memory or shards,
+        gradient_views=plan.gradient_views,
     )
     if not plan.mesh.tensor_axes:
         return whole

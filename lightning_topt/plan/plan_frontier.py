@@ -28,7 +28,8 @@ class PlanPoint:
 
 @dataclass(frozen=True)
 class PlanFrontier:
-    """All plans that no other plan for the same number of devices beats in both time and memory, by devices and memory.
+    """All plans that no other plan for the same number of devices beats in both time and memory, by devices and memory. Plans
+    whose gradients are views of DDP's buckets are compared with one another only: a choice may prefer others to them.
 
     `exact` says whether the search proves that; where not, no plan is better than one of these by more than the share
     `error_bound` in both. `uniform` are plans that treat all blocks alike, whether others beat them or not: a choice may
@@ -66,10 +67,12 @@ class PlanFrontier:
     ) -> PlanFrontier:
         """Return the frontier of any points: those that another one for as many devices beats are left out."""
         kept: list[PlanPoint] = []
+        fastest: dict[tuple[int, bool], float] = {}
         for point in sorted(points, key=lambda p: (p.devices, p.peak_bytes, p.step_seconds)):
-            last = kept[-1] if kept and kept[-1].devices == point.devices else None
-            if last is None or point.step_seconds < last.step_seconds:
+            kind = point.devices, point.plan.gradient_views
+            if kind not in fastest or point.step_seconds < fastest[kind]:
                 kept.append(point)
+                fastest[kind] = point.step_seconds
         return cls(tuple(kept), error_bound == 0, capture_seconds, search_seconds, error_bound, tuple(uniform))
 
     def to_json(self) -> str:

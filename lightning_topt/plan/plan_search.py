@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from lightning_topt.plan.tensor_meshes import (
     tensor_steps,
 )
 from lightning_topt.techniques.plan_batch import PlanBatch
+from lightning_topt.techniques.technique import has_whole_gradients
 
 
 @no_collection()  # it takes long, with all that a capture leaves
@@ -114,8 +115,9 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
         batch.plans.tolist(), zip(batch.seconds, batch.peak_bytes, batch.compute_seconds, strict=True), strict=True
     ):
         seconds, peak, compute = map(float, costs)
+        placed_blocks = [legal[index] for legal, index in zip(blocks, row, strict=True)]
         plan = ParallelPlan.of_blocks(
-            [legal[index] for legal, index in zip(blocks, row, strict=True)],
+            placed_blocks,
             mesh=step.mesh,
             model=step.graph.model,
             fingerprint=step.graph.fingerprint,
@@ -125,6 +127,7 @@ def points_of(batch: PlanBatch) -> list[PlanPoint]:
             gradient_exchange=step.exchange,
             num_microbatches=step.num_microbatches,
             joint=step.joint,
+            gradient_views=step.gradient_views and any(has_whole_gradients(block.config) for block in placed_blocks),
         )
         found.append(PlanPoint(seconds, peak, step.mesh.size, plan))
     return found
@@ -147,18 +150,31 @@ def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[Pla
     """Plans for `count` ranks and the best of them: without a tensor axis, then on the meshes with one that may be better."""
     if request.pipelines is not None and request.pipelines.is_given:
         return
-    spaces, start = [*_spaces(request, count)], time.thread_time()
-    found = search_chains(
-        [c for space in spaces for c in space.chains()], max_seconds=request.max_seconds, epsilon=request.epsilon
-    )
-    left = max(request.max_seconds - (time.thread_time() - start), 1e-3)
-    yield spaces, found
+    left, batches = request.max_seconds, list[PlanBatch]()
+    for spaces in _by_views(_spaces(request, count)):
+        start = time.thread_time()
+        found = search_chains(
+            [c for space in spaces for c in space.chains()], max_seconds=left, epsilon=request.epsilon
+        )
+        left = max(left - (time.thread_time() - start), 1e-3)
+        batches += found.batches
+        yield spaces, found
     if request.mesh is not None or request.own_batches:
         return
-    known = KnownPlans.of(found.batches).scaled(1 / (1 + request.epsilon))
-    if spaces := [*_tensor_spaces(request, count, known)]:
+    known = KnownPlans.of(batches).scaled(1 / (1 + request.epsilon))
+    for spaces in _by_views(_tensor_spaces(request, count, known)):
+        start = time.thread_time()
         chains = [c for space in spaces for c in space.chains() if known.may_gain(c.table)]
         yield spaces, search_chains(chains, max_seconds=left, epsilon=request.epsilon)
+        left = max(left - (time.thread_time() - start), 1e-3)
+
+
+def _by_views(spaces: Iterable[PlanSpace]) -> Iterator[list[PlanSpace]]:
+    """Yield the spaces whose gradients are tensors of their own, then those where they are views, each by themselves."""
+    found = [*spaces]
+    for are_views in (False, True):
+        if some := [space for space in found if space.costs.step.gradient_views == are_views]:
+            yield some
 
 
 def _limits(request: SearchRequest) -> dict[str, Any]:
@@ -174,12 +190,14 @@ def _spaces(request: SearchRequest, count: int) -> Iterator[PlanSpace]:
     elif request.own_batches:
         for step, _ in _tensor_steps(request, count):
             step = saving_no_computation(step, step_on(request, step.mesh))
-            yield from spaces_of(step if request.evaluates else replace(step, joined_bytes=0.0), (), shards=False)
+            step = step if request.evaluates else replace(step, joined_bytes=0.0)
+            yield from spaces_of(step, (), shards=False, views=request.gradient_views)
     elif samples % count == 0:
         first, *rest = meshes(cluster, count)
         legal = (legal_exchanges(options, cluster=cluster, world_size=count) for options in request.exchanges)
         exchanges = [*dict.fromkeys(itertools.chain.from_iterable(legal))]
-        yield from spaces_of(step_on(request, first), rest, shards=request.shards, exchanges=exchanges)
+        step, views = step_on(request, first), request.gradient_views
+        yield from spaces_of(step, rest, shards=request.shards, exchanges=exchanges, views=views)
     elif not _tensor_sizes(request, count) and request.pipelines is None:
         raise ValueError(_why_indivisible(samples, count))
 
@@ -222,12 +240,12 @@ def _tensor_spaces(request: SearchRequest, count: int, known: KnownPlans) -> Ite
     """
 
     def is_needed(others: Sequence[Mesh], step: TrainingStep) -> bool:
-        spaces = spaces_of(step, others, shards=request.shards)
+        spaces = spaces_of(step, others, shards=request.shards, views=request.gradient_views)
         return any(known.may_gain(chain.table) for space in spaces for chain in space.chains())
 
     # Of kernels that are measured no formula is a bound.
     for step, others in _tensor_steps(request, count, None if request.kernels else is_needed):
-        yield from spaces_of(step, others, shards=request.shards)
+        yield from spaces_of(step, others, shards=request.shards, views=request.gradient_views)
 
 
 def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[PlanSpace]:
@@ -239,11 +257,11 @@ def _spaces_on(request: SearchRequest, mesh: Mesh) -> Iterator[PlanSpace]:
             f"batch size that is a multiple of {parts}"
         )
     if not mesh.tensor_axes:
-        yield from spaces_of(step_on(request, mesh), (), shards=request.shards)
+        yield from spaces_of(step_on(request, mesh), (), shards=request.shards, views=request.gradient_views)
         return
     assert request.split is not None, "a mesh with a tensor axis needs a model that can be split"
     for split, _ in _tensor_steps(request, mesh.size):
-        yield from spaces_of(split, (), shards=request.shards)
+        yield from spaces_of(split, (), shards=request.shards, views=request.gradient_views)
 
 
 def why_unsplit(request: SearchRequest) -> dict[int, str]:

@@ -13,6 +13,7 @@ from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.plan.chains import Chain, Choices
+from lightning_topt.techniques.data_parallel import has_buckets
 from lightning_topt.techniques.plan_batch import PlanBatch
 from lightning_topt.techniques.plan_costs import PlanCosts
 
@@ -74,15 +75,25 @@ def _nearest(configs: Sequence[OpConfig], kind: OpConfig) -> int:
 
 
 def spaces_of(
-    step: TrainingStep, others: Sequence[Mesh], *, shards: bool, exchanges: Sequence[GradientMethod] = ()
+    step: TrainingStep,
+    others: Sequence[Mesh],
+    *,
+    shards: bool,
+    exchanges: Sequence[GradientMethod] = (),
+    views: Sequence[bool] = (False,),
 ) -> Iterator[PlanSpace]:
-    """Yield the plans of `step`, on its mesh and on `others` of as many ranks."""
-    for exchange in (None, *exchanges):
-        yield _whole_gradients(PlanCosts(step if exchange is None else replace(step, exchange=exchange)))
-    if shards:
-        returning = step if step.returns_memory else replace(step, returns_memory=True)
-        for mesh in (step.mesh, *others):
-            yield _sharded_gradients(PlanCosts(returning.on(mesh)))
+    """Yield the plans of `step`, on its mesh and on `others` of as many ranks; with each of `views`, which says whether
+    gradients are views of DDP's buckets, where that saves anything.
+    """
+    saves = has_buckets(step) and step.num_microbatches == 1
+    for are_views in dict.fromkeys(each and saves for each in views):
+        viewed = replace(step, gradient_views=True) if are_views else step
+        for exchange in (None, *exchanges):
+            yield _whole_gradients(PlanCosts(viewed if exchange is None else replace(viewed, exchange=exchange)))
+        if shards:
+            returning = viewed if viewed.returns_memory else replace(viewed, returns_memory=True)
+            for mesh in (step.mesh, *others):
+                yield _sharded_gradients(PlanCosts(returning.on(mesh)))
 
 
 def _storages(costs: PlanCosts) -> list[Storage]:
@@ -101,4 +112,6 @@ def _sharded_gradients(costs: PlanCosts) -> PlanSpace:
     """Plans that only the mesh of `costs` has: gradients sharded along its last axis, by themselves and with all others."""
     storages, axes = _storages(costs), costs.step.mesh.data_axes
     own = [storage for storage in storages if storage.sharded_axes("gradients") == axes[-1:]]
+    if costs.step.gradient_views:  # of which plans without whole gradients have none
+        return PlanSpace(costs, [storages] if own else [], own=())
     return PlanSpace(costs, [own, storages] if own else [], own=own)

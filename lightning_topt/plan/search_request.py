@@ -47,6 +47,8 @@ class SearchRequest:
         pipelines: look at plans with stages too, as asked for; None: at none. With a number of stages, a schedule or
             microbatches, at plans with stages alone.
         stale: with `pipelines`, look at those that never flush as well, whose weights are stale; None: at none.
+        gradient_views: whether whole gradients are views of DDP's buckets (see `ParallelPlan`): what plans may have. Those that
+            have different ones are not compared with one another.
         epsilon: plans that others beat by less than this share, in both costs, may be left out.
     """
 
@@ -69,6 +71,7 @@ class SearchRequest:
     layout: str = ""
     pipelines: PipelineRequest | None = None
     stale: StaleWeights | None = None
+    gradient_views: Sequence[bool] = (False,)
     epsilon: float = 0.0
 
     @property

@@ -87,8 +87,8 @@ class AutoParallelStrategy(DataRanks):
         checkpoint: ``"full"`` saves the plain file of ``ddp``, for which rank 0 collects the whole state; ``"sharded"`` a
             folder, to which every rank writes what it keeps. Both are loaded, under any plan and number of ranks.
         ddp_options: arguments of Lightning's `DDPStrategy` and torch's `DistributedDataParallel`. Options of the latter
-            keep the search to plans that it runs (whole gradients). Gradients are views of its buckets unless
-            ``gradient_as_bucket_view=False``.
+            keep the search to plans that it runs (whole gradients). Under a `memory_limit`, or with the objective
+            ``"memory"``, a plan may make gradients views of its buckets; ``gradient_as_bucket_view=False`` forbids that.
 
     On a device whose memory could not hold the whole module, planning comes before the module gets there: data loaders are
     then built, and a batch is looked at, when the fit is set up.
@@ -131,6 +131,7 @@ class AutoParallelStrategy(DataRanks):
             allowed=AllowedExchanges.read(allow_compression),
             stale=AllowedStaleness.read(allow_staleness),
             own_hook=self._ddp_comm_hook is not None or self._ddp_kwargs.get("mixed_precision") is not None,
+            gradients_are_views=self._ddp_kwargs.get("gradient_as_bucket_view"),
         )
         self._given_plan = self.request.plan
         self.planning: Planning | None = None
@@ -305,7 +306,8 @@ class AutoParallelStrategy(DataRanks):
     def _apply_plan(self, trainer: pl.Trainer, batch: Any = None) -> None:
         plan, module = self.parallel_plan, self.lightning_module
         assert plan is not None and module is not None
-        if not plan.keeps_gradients_whole:
+        has_views = getattr(self.model, "gradient_as_bucket_view", True)
+        if not plan.keeps_gradients_whole or (plan.gradient_views and not has_views):
             self.model = module
             release_free_memory()  # DDP's buckets
         wrapped = self.model if isinstance(self.model, DistributedDataParallel) else None

@@ -68,9 +68,7 @@ class CompressedDDPStrategy(ExchangeSteps):
         **ddp_options: Any,
     ) -> None:
         refuse_method_options(ddp_options)
-        super().__init__(
-            **{"gradient_as_bucket_view": True, **checked_ddp_options(ddp_options, strategy=type(self).__name__)}
-        )
+        super().__init__(**checked_ddp_options(ddp_options, strategy=type(self).__name__))
         self.method = read_gradient_method(method)
         self.settings = ExchangeSettings("error" if nonfinite is None else nonfinite, timeout_seconds, debug)
         for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):

@@ -56,12 +56,11 @@ def known_options(
 
 def run_options(strategy: DDPStrategy, *, scales: bool) -> RunOptions:
     """Return what Lightning's DDPStrategy would make of its options; `scales`: a GradScaler skips gradients that overflow."""
-    automatic = strategy.lightning_module is not None and strategy.lightning_module.automatic_optimization
     hook = strategy._ddp_comm_hook
     if hook is not None and strategy._ddp_comm_wrapper is not None:
         hook = strategy._ddp_comm_wrapper(hook)
     return RunOptions(
-        ddp={"gradient_as_bucket_view": True, **strategy._ddp_kwargs} if automatic else strategy._ddp_kwargs,
+        ddp=strategy._ddp_kwargs,
         hook=hook,
         hook_state=strategy._ddp_comm_state,
         topology=Topology(strategy.num_nodes, strategy.world_size // strategy.num_nodes, strategy.global_rank),

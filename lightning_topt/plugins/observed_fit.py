@@ -472,6 +472,7 @@ def _search_request(request: PlanRequest, trainer: pl.Trainer, observed: Observe
         exchanges=exchanges_of_run(request.allowed, trainer, optimizer),
         kernel_seconds={} if request.cluster is not None else observed.kernel_seconds,
         in_place=request.saves_memory,
+        gradient_views=request.gradient_views,
         returns_memory=request.saves_memory,
         max_seconds=_SEARCH_SECONDS,
     )

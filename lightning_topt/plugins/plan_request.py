@@ -18,7 +18,8 @@ from lightning_topt.plugins.given_plans import GivenPlan, MeshPlan, PipelinePlan
 @dataclass(frozen=True)
 class PlanRequest:
     """A `PlanRequest` is what the user asked of the planner; see `AutoParallelStrategy`. `own_hook`: the user exchanges
-    gradients.
+    gradients. `gradients_are_views`: whether they are to be views of DDP's buckets; None: where a memory limit is set, as the
+    search finds it best.
 
     Raises PlanError for a plan whose gradient exchange, or stale weights, are not allowed, ValueError where the former would
     replace the user's, or there is nothing to allow.
@@ -34,6 +35,7 @@ class PlanRequest:
     allowed: AllowedExchanges = field(default_factory=AllowedExchanges)
     own_hook: bool = False
     stale: AllowedStaleness = field(default_factory=AllowedStaleness)
+    gradients_are_views: bool | None = None
 
     def __post_init__(self) -> None:
         exchange = self.plan.gradient_exchange if isinstance(self.plan, ParallelPlan) else None
@@ -71,6 +73,13 @@ class PlanRequest:
         """
         by_name = isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
         return by_name and module.automatic_optimization and 4 * _parameter_bytes(module) <= device_memory_bytes(device)
+
+    @property
+    def gradient_views(self) -> tuple[bool, ...]:
+        """Which a search may choose: whether gradients are views of DDP's buckets."""
+        if self.gradients_are_views is not None:
+            return (self.gradients_are_views,)
+        return (False, True) if self.saves_memory else (False,)
 
     def needs_batch(self, module: pl.LightningModule) -> bool:
         """Return whether the plan depends on how `module` takes a training step."""

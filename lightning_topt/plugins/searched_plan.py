@@ -138,6 +138,7 @@ def search_request(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph, co
         exchanges=exchanges_of_run(request.allowed, trainer, costs.optimizer),
         kernel_seconds=costs.kernel_seconds,
         returns_memory=request.saves_memory,
+        gradient_views=request.gradient_views,
         max_seconds=_SEARCH_SECONDS,
     )
 

@@ -220,3 +220,26 @@ def test_milliseconds_that_no_prediction_knows_buy_no_complicated_plan() -> None
     tiny = [mixed(0.010, 100, (0, False)), mixed(0.0083, 90, (1, False))]
     assert choose(tiny).plan.blocks[0].config.storage.level == 0
     assert choose(tiny, time_error_seconds=0.0).plan.blocks[0].config.storage.level == 1
+
+
+def viewed(of: PlanPoint) -> PlanPoint:
+    return dataclasses.replace(of, plan=dataclasses.replace(of.plan, gradient_views=True))
+
+
+def test_gradients_are_views_only_where_that_buys_something() -> None:
+    whole, views = point(1.0, 1000), viewed(point(0.97, 900))
+    sharded = point(1.05, 500, stage=2)
+    assert choose([whole, views, sharded]) == whole
+    assert choose([whole, views, sharded], memory_limit=1000 * MIB) == views  # shards are further from ddp
+    needed = choose([whole, views], memory_limit=1000 * MIB).plan.reason
+    assert "gradients are views of DDP's buckets" in needed and needed.endswith("otherwise no plan fits.")
+    slow = mixed(2.0, 800, (0, True))
+    faster = choose([whole, views, slow], memory_limit=1000 * MIB)
+    assert faster == views and "otherwise the fastest plan that fits takes 2 s" in faster.plan.reason
+
+
+def test_a_frontier_has_plans_of_both_kinds_of_gradients() -> None:
+    points = [point(1.0, 1000), viewed(point(0.97, 900)), viewed(point(0.98, 950)), point(1.1, 1000)]
+    frontier = PlanFrontier.of(points)
+    assert frontier.points == (points[1], points[0])
+    assert PlanFrontier.from_json(frontier.to_json()) == frontier

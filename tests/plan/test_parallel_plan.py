@@ -435,3 +435,14 @@ def test_a_pipeline_that_never_flushes_says_its_rule_of_weights() -> None:
 def test_what_does_not_belong_to_it_is_named(change: tuple[str, str], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         ParallelPlan.from_yaml(NEVER_FLUSHES.replace(*change))
+
+
+def test_gradient_views_round_trip_and_need_whole_gradients() -> None:
+    plan = replace(uniform_plan(1, data_parallel_size=2, blocks=["a"]), gradient_views=True)
+    assert ParallelPlan.from_yaml(plan.to_yaml()) == plan and "gradient_views: true" in plan.to_yaml()
+    assert plan.summary() == "2 x ZeRO-1, gradients as views of buckets"
+    assert "gradient_views" not in uniform_plan(1, data_parallel_size=2).to_yaml()
+    with pytest.raises(PlanError, match="gradient_views is for gradients that DistributedDataParallel averages"):
+        replace(uniform_plan(2, data_parallel_size=2), gradient_views=True)
+    with pytest.raises(PlanError, match="gradient_views must be"):
+        ParallelPlan.from_dict({**plan.to_dict(), "gradient_views": 1})

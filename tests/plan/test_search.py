@@ -13,6 +13,7 @@ from lightning_topt.communication import BF16, Dense, TopK
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.mesh_axes import data_mesh, hybrid_mesh
 from lightning_topt.plan.chains import Chain, Choices
+from lightning_topt.plan.plan_explanation import explain_plan
 from lightning_topt.plan.plan_search import _spaces, meshes, search_plans
 from lightning_topt.plan.search_request import SearchRequest
 from tests.costs.graphs import cluster_of, profile_of, random_graph
@@ -136,3 +137,24 @@ def test_a_batch_that_does_not_divide() -> None:
     graph = random_graph(0)
     with pytest.raises(ValueError, match="multiple of 4"):
         search_plans(SearchRequest(graph, cluster_of(4), profile_of(graph), (4,), 6))
+
+
+def test_gradients_are_views_only_where_they_may_be() -> None:
+    graph = random_graph(3, num_blocks=3)
+    request = SearchRequest(graph, cluster_of(4, backend="gloo"), profile_of(graph), (4,), 12, returns_memory=True)
+    own, both = search_plans(request), search_plans(replace(request, gradient_views=(False, True)))
+    assert not any(p.plan.gradient_views for p in own.candidates)
+    kinds = {kind: [p for p in both.candidates if p.plan.gradient_views == kind] for kind in (False, True)}
+    assert {(p.step_seconds, p.peak_bytes) for p in kinds[False]} == {
+        (p.step_seconds, p.peak_bytes) for p in own.candidates
+    }
+    assert min(p.peak_bytes for p in kinds[True]) < min(p.peak_bytes for p in own.candidates)
+    for point in both.candidates:
+        levels = {block.config.storage.level for block in point.plan.blocks}
+        assert not point.plan.gradient_views or levels & {0, 1}, "no gradient of it is whole"
+        explained = explain_plan(request, point.plan).total
+        assert (explained.step_seconds, explained.peak_bytes) == pytest.approx((point.step_seconds, point.peak_bytes))
+    (given,) = {
+        p.plan.gradient_views for p in search_plans(replace(request, gradient_views=(True,), shards=False)).points
+    }
+    assert given

@@ -96,12 +96,16 @@ class MemoryMeter:
         """Bytes at the last `mark_base`; None before it, or where the platform cannot say."""
         return self._base_bytes
 
-    def mark_base(self, module: nn.Module | None = None, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Take the present use as the base, without tensors of `module` and `optimizers` that are on the device already."""
+    def mark_base(
+        self, module: nn.Module | None = None, optimizers: Iterable[Optimizer] = (), *, other_bytes: int = 0
+    ) -> None:
+        """Take the present use as the base, without tensors of `module` and `optimizers` that are on the device already, and
+        without `other_bytes` of the training.
+        """
         release_free_memory()
         current = self._probe.current_bytes()
         if current is not None and module is not None:
-            current -= _training_bytes(module, optimizers, self.device)
+            current -= _training_bytes(module, optimizers, self.device) + other_bytes
         self._base_bytes = current
 
     def reset_peak(self) -> None:

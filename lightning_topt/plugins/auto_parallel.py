@@ -50,7 +50,7 @@ from lightning_topt.plugins.read_options import check_planner_options, read_clus
 from lightning_topt.plugins.run_plan import decide_plan
 from lightning_topt.plugins.sharded_clipping import clip_sharded
 from lightning_topt.plugins.step_monitor import StepMonitor
-from lightning_topt.techniques.ddp_wrapper import register_hook, wrap_in_ddp
+from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets, register_hook, wrap_in_ddp
 from lightning_topt.techniques.technique import RunOptions
 
 
@@ -300,7 +300,8 @@ class AutoParallelStrategy(DataRanks):
         if any(isinstance(callback, StepMonitor) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             warm_up(self.root_device)
             self.memory_meter = MemoryMeter(self.root_device)
-            self.memory_meter.mark_base(self.lightning_module, self.optimizers)
+            buckets = bytes_of_buckets(self.model) if isinstance(self.model, DistributedDataParallel) else 0
+            self.memory_meter.mark_base(self.lightning_module, self.optimizers, other_bytes=buckets)
         return True
 
     def _apply_plan(self, trainer: pl.Trainer, batch: Any = None) -> None:

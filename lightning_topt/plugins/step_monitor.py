@@ -39,7 +39,8 @@ class StepMonitor(pl.Callback):
     A step is the time between `on_train_batch_start` and `on_train_batch_end`, summed over the batches of an
     accumulated gradient: forward, backward, exchange and update, with the device idle at both ends; not the wait for
     data, logging of other callbacks, or validation. Peak bytes are those of such spans, from the very first step on (DDP
-    holds its buckets twice at the start of the second). See `MemoryMeter` for what counts.
+    holds its buckets twice at the start of the second); under ``"topt"`` from the second step of its plan on. See
+    `MemoryMeter` for what counts.
     """
 
     def __init__(self, *, warmup_steps: int = 5) -> None:
@@ -84,8 +85,11 @@ class StepMonitor(pl.Callback):
         synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
         steady = self._steps_done >= self.warmup_steps
-        # A strategy that has planned in this step knows its idle rank better, and the step's peak is that of planning.
-        self._meter = getattr(trainer.strategy, "memory_meter", None) or self._meter
+        # A strategy whose plan has taken over in this step knows its idle rank better. The step's peak is that of planning, and
+        # steps before it ran by another plan.
+        meter = getattr(trainer.strategy, "memory_meter", None)
+        if meter is not None and meter is not self._meter:
+            self._meter, self._peak_bytes = meter, None
         peak = self._meter.peak_bytes()
         if peak is not None:
             self._peak_bytes = max(peak, self._peak_bytes or 0)

@@ -56,6 +56,11 @@ def bucket_bytes(gradients: Sequence[torch.Tensor]) -> list[int]:
     return [sum(gradients[index].nbytes for index in bucket) for bucket in buckets]
 
 
+def bytes_of_buckets(ddp: DistributedDataParallel) -> int:
+    """Return the bytes of the buckets of `ddp` that are not its gradients' own memory."""
+    return 0 if ddp.gradient_as_bucket_view else sum(p.nbytes for p in ddp._module_parameters if p.requires_grad)
+
+
 def wrap_in_ddp(
     module: nn.Module, *, device: torch.device, arguments: Mapping[str, Any], ignored: Collection[str] = ()
 ) -> DistributedDataParallel:

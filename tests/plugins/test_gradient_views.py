@@ -31,7 +31,7 @@ def fit(rank: int, *several: dict[str, Any]) -> list[Found]:
     for options in several:
         torch.manual_seed(0)
         module = SeesWrapper(layers=2)
-        strategy = AutoParallelStrategy(**{"cluster": CLUSTER, **options})
+        strategy = AutoParallelStrategy(**{"cluster": CLUSTER, "watch_steps": 1, **options})
         make_trainer(strategy, devices=2, limit_train_batches=3).fit(module, OwnShare(8))
         assert strategy.parallel_plan is not None
         plan = strategy.parallel_plan
@@ -41,8 +41,8 @@ def fit(rank: int, *several: dict[str, Any]) -> list[Found]:
 
 def smallest(rank: int, *kinds: bool) -> list[float]:
     """The bytes of the smallest plan of each kind of gradients that a search finds."""
-    module, strategy = SeesWrapper(layers=2), AutoParallelStrategy(cluster=CLUSTER, memory_limit="4GiB")
-    make_trainer(strategy, devices=2, limit_train_batches=1).fit(module, OwnShare(8))
+    module, strategy = SeesWrapper(layers=2), AutoParallelStrategy(cluster=CLUSTER, memory_limit="4GiB", watch_steps=1)
+    make_trainer(strategy, devices=2, limit_train_batches=2).fit(module, OwnShare(8))
     if strategy.planning is None:
         return []
     points = strategy.planning.frontier.candidates

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lightning_topt.graph.containers import is_users
 
 MAX_NODES = 20_000
+MAX_ITEMS = 10_000  # a larger container, such as a replay buffer, counts by its length
 OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial, Dataset, DataLoader, Sampler)
 REGISTRIES = ("_parameters", "_modules", "forward")  # looked at otherwise, or ours
 
@@ -69,6 +70,8 @@ class _Describer:
         return type(value).__qualname__, self._inside(value)
 
     def _inside(self, value: Any) -> Any:
+        if isinstance(value, (dict, list, tuple, collections.deque, set, frozenset)) and len(value) > MAX_ITEMS:
+            return "items", len(value)
         if isinstance(value, dict):
             return [(str(key) if isinstance(key, str) else type(key), self.value(item)) for key, item in value.items()]
         if isinstance(value, (list, tuple, collections.deque)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topt.graph.autograd_nodes import AutogradNodes
@@ -40,14 +47,30 @@ from lightning_topt.graph.writes import is_strided, written_tensors
 SUM_OF_GRADIENTS, CAST = "aten::add", "aten::_to_copy"
 
 
+@contextmanager
+def entered(mode: TorchDispatchMode) -> Iterator[None]:
+    """Enter `mode`, and at the end leave it, wherever it is by then: user code may have entered modes that it has not left."""
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        above = []
+        if mode in _get_current_dispatch_mode_stack():
+            while _get_current_dispatch_mode() is not mode:
+                above.append(_pop_mode())
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            for other in reversed(above):
+                _push_mode(other)
+
+
 class CallWatch(Protocol):
     """Looks at what calls of modules read and leave behind, while they are recorded."""
 
-    def enter(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, call: Call, module: nn.Module, args: Any) -> None:
         """A call begins."""
 
-    def leave(self, call: Call) -> None:
-        """The innermost call under way ends, perhaps by an exception."""
+    def leave(self, call: Call, kwargs: Any) -> None:
+        """The innermost call under way ends, perhaps by an exception; its keywords are known now."""
 
     def operator(self, func: OpOverload, values: Iterable[Any], tensors: Iterable[Tensor]) -> None:
         """An operator runs with the arguments `values`, the `tensors` among them."""
@@ -115,38 +138,77 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap the forward pass: its saved tensors are recorded."""
+        """Wrap the forward pass. Of a copy the tensors that autograd saves are recorded; a live step saves in its own way."""
         with ExitStack() as stack:
-            stack.enter_context(self)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            stack.enter_context(entered(self))
+            if not self._live:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
             self.is_on = True
             stack.callback(setattr, self, "is_on", False)
             yield
-        self._claim_saved(self.current)
-        self.nodes.claim(self.current)
+        with self._own_problems():
+            self._claim_saved(self.current)
+            self.nodes.claim(self.current)
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
         """Wrap the backward pass from `loss`."""
-        self.is_backward = True
-        self.nodes.begin_backward()
-        self.current = self.nodes.op_of(loss.grad_fn, self.current)
-        self.recording.backward_start = len(self.recording.kernel_ops)
-        with self:
+        with self._own_problems():
+            self.is_backward = True
+            self.nodes.begin_backward()
+            self.current = self.nodes.op_of(loss.grad_fn, self.current)
+            self.recording.backward_start = len(self.recording.kernel_ops)
+        with entered(self):
             yield
 
     def _hook(self, module: nn.Module) -> None:
-        handles = self._handles
-        for path, submodule in module.named_modules():
-            if path:
-                is_leaf = next(submodule.children(), None) is None
-                enter, leave = self._enter(path, is_leaf), self._exit(path)
-                handles.append(submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-                handles.append(submodule.register_forward_hook(leave, with_kwargs=True))
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 accumulated = partial(self._accumulated, name)
-                handles.append(parameter.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
+                self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
+        paths = {submodule: path for path, submodule in module.named_modules() if path}
+        if self._live:
+            self._hook_all_modules(paths)
+            return
+        for submodule, path in paths.items():
+            enter, leave = partial(self._enter, path), partial(self._exit, path)
+            self._handles.append(submodule.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            self._handles.append(submodule.register_forward_hook(leave, with_kwargs=True))
+
+    def _hook_all_modules(self, paths: Mapping[nn.Module, str]) -> None:
+        """See the calls of live modules by hooks for all modules: theirs would be copied with them, and change what torch runs.
+
+        What goes wrong ends the recording, not the step.
+        """
+        thread, known = threading.get_ident(), {id(submodule): path for submodule, path in paths.items()}
+
+        def is_seen(module: nn.Module) -> bool:
+            is_live = self.problem is None and self.is_on and not self.is_backward
+            return is_live and id(module) in known and threading.get_ident() == thread
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if is_seen(module):
+                with self._own_problems(), torch._C.DisableTorchFunction():
+                    self._enter(known[id(module)], module, args, {})
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if is_seen(module):
+                with self._own_problems(), torch._C.DisableTorchFunction():
+                    self._exit(known[id(module)], module, args, kwargs, output)
+
+        self._handles.append(register_module_forward_pre_hook(enter))
+        self._handles.append(register_module_forward_hook(leave, with_kwargs=True))
+
+    @contextmanager
+    def _own_problems(self) -> Iterator[None]:
+        """Keep what goes wrong with a live recording, which ends there."""
+        if not self._live:
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            self.problem = error.with_traceback(None)  # which would hold the step's tensors
 
     def close(self) -> None:
         """Take all hooks off again, and let go of all tensors."""
@@ -156,57 +218,46 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory.forget()
         self._reduced = None
 
-    def _enter(self, path: str, is_leaf: bool) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.is_backward:
-                return
-            self.nodes.claim(self.current)
-            tick = len(self.recording.kernel_ops)
-            call = Call(path, tick, tick, self.memory.within((args, kwargs)))
-            self.recording.calls.append(call)
-            op = self._new_op(path, type(module).__name__, (*self.stack(), path)) if is_leaf else None
-            self._frames.append(_Frame(call, op))
+    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.is_backward:
+            return
+        self.nodes.claim(self.current)
+        tick = len(self.recording.kernel_ops)
+        call = Call(path, tick, tick, self.memory.within((args, kwargs)))
+        self.recording.calls.append(call)
+        is_leaf = next(module.children(), None) is None
+        op = self._new_op(path, type(module).__name__, (*self.stack(), path)) if is_leaf else None
+        self._frames.append(_Frame(call, op))
+        if self.calls is not None:
+            self.calls.enter(call, module, args)
+
+    def _exit(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.is_backward:
+            return
+        # A call that raised, and whose error somebody caught, has left its frame behind.
+        while (frame := self._frames.pop()).call.path != path:
+            frame.call.exit = len(self.recording.kernel_ops)
             if self.calls is not None:
-                self.calls.enter(call, module, args, kwargs)
-
-        return self._guarded(hook) if self._live else hook
-
-    def _exit(self, path: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.is_backward:
-                return
-            # A call that raised, and whose error somebody caught, has left its frame behind.
-            while (frame := self._frames.pop()).call.path != path:
-                frame.call.exit = len(self.recording.kernel_ops)
-                if self.calls is not None:
-                    self.calls.leave(frame.call)
-            tensors, call = list(tensors_in(output)), frame.call
-            if self.calls is not None:
-                self.calls.leave(call)
-            call.exit, call.outputs = len(self.recording.kernel_ops), self.memory.within(tensors)
-            call.needs_grad = any(tensor.requires_grad for tensor in tensors)
-            if frame.op is not None:
-                self.recording.ops[frame.op].outputs = [shape_of(tensor) for tensor in tensors]
-                self.nodes.claim(frame.op)
-
-        return self._guarded(hook) if self._live else hook
-
-    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Let `hook` see the calls of the recorded thread; what it raises ends the recording, not the step."""
-        thread = threading.get_ident()
-
-        def guarded(*args: Any) -> None:
-            if self.problem is None and self.is_on and threading.get_ident() == thread:
-                try:
-                    hook(*args)
-                except Exception as error:
-                    self.problem = error
-
-        return guarded
+                self.calls.leave(frame.call, {})
+        tensors, call = list(tensors_in(output)), frame.call
+        if (
+            kwargs and self._live
+        ):  # hooks for all modules see keywords at the end of a call alone, perhaps with more in them
+            call.inputs = [storage for storage in self.memory.within((args, kwargs)) if storage.made < call.enter]
+        if self.calls is not None:
+            self.calls.leave(call, kwargs)
+        call.exit, call.outputs = len(self.recording.kernel_ops), self.memory.within(tensors)
+        call.needs_grad = any(tensor.requires_grad for tensor in tensors)
+        if frame.op is not None:
+            self.recording.ops[frame.op].outputs = [shape_of(tensor) for tensor in tensors]
+            self.nodes.claim(frame.op)
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
-        if self.problem is not None:
-            return
+        if self.problem is None:
+            with self._own_problems():
+                self._note_gradient(name, parameter)
+
+    def _note_gradient(self, name: str, parameter: Tensor) -> None:
         if self._live:
             self._reduced = torch._C._current_autograd_node()
         if parameter.grad is not None:
@@ -223,6 +274,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 parameter.grad = None
 
     # ---- operators ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Say that compiled functions stay compiled under this mode; else they would be skipped for good."""
+        return True
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and record it."""
@@ -252,19 +308,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _live_dispatch(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run `func`, whatever happens to the recording."""
         index: int | None = None
-        if self.problem is None and not (self.is_backward and self._is_beside(func)):
-            try:
-                index = self._backward_op() if self.is_backward else self._forward_op(func)
-                if is_collective(func):
-                    self.recording.has_collectives = True
-            except Exception as error:
-                self.problem = error
+        if self.problem is None and (self.is_on or self.is_backward):
+            with self._own_problems():
+                if not (self.is_backward and self._is_beside(func)):
+                    index = self._backward_op() if self.is_backward else self._forward_op(func)
+                    self.recording.has_collectives |= is_collective(func)
         out = func(*args, **kwargs)
         if index is not None and self.problem is None:
-            try:
+            with self._own_problems():
                 self._record(index, func, args, kwargs, out)
-            except Exception as error:
-                self.problem = error
         return out
 
     def _is_beside(self, func: OpOverload) -> bool:
@@ -388,8 +440,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage.op, storage.shape = index, shape_of(tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if self.problem is not None:
-            return tensor
         for storage in self.memory.within(tensor):
             if self.observed is not None:
                 self.observed.save(storage)

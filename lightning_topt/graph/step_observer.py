@@ -7,9 +7,9 @@
         loss.backward()
     graph = observer.graph()
 
-A dispatch mode sees every operator with its real arguments, hooks see calls of modules and the tensors that autograd saves
-(`record`). What runs beside the step (DDP's buckets, a loss scaler) is left out. The graph is the one that `capture` makes on
-fake tensors, for batches of this size.
+A dispatch mode sees every operator with its real arguments, and hooks see calls of modules (`record`). What runs beside the
+step (DDP's buckets, a loss scaler) is left out. The graph is the one that `capture` makes on fake tensors, for batches of this
+size; only which operator saved a tensor for backward is not known, since the step saves them in its own way.
 
 [Note: pure calls] A module may run its forward again in the backward pass if its call, as it was seen,
 - read no tensor but its arguments, parameters, buffers, what it made itself, and constants that nobody writes to in the step;
@@ -61,11 +61,11 @@ class StepObserver:
         leaves = list(tensors_in(batch))
         self._samples = common_size(batch)
         self._input_bytes = sum(t.nbytes if is_strided(t) else t.numel() * t.element_size() for t in leaves)
+        self._state = ModuleState(module)
+        self._has_loss = False
         self._recorder = Recorder(module, leaves, live=True)
         self._calls = _CallPurity(self._recorder.memory, [*module.parameters(), *leaves], module.buffers())
         self._recorder.calls = self._calls
-        self._state = ModuleState(module)
-        self._has_loss = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -161,13 +161,15 @@ def _files_of(module: nn.Module) -> dict[str, tuple[type, Any]]:
 
 @dataclasses.dataclass(eq=False)
 class _Open:
-    """A call under way: how its arguments looked and where the generators of Python and NumPy were, where that can change."""
+    """A call under way: how its arguments looked, where the generators of Python and NumPy were, and the storages of this step
+    that it read though they are older than the call.
+    """
 
     call: Call
-    given: frozenset[int]  # storages of its arguments, by identity
     arguments: Callable[[], Any] | None
     before: Any
     drawn: Any
+    read: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class _CallPurity:
@@ -190,21 +192,25 @@ class _CallPurity:
         """Return the paths of the modules whose calls may not run again."""
         return self._impure.union(*(paths for address, paths in self._read.items() if address in self._written))
 
-    def enter(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, call: Call, module: nn.Module, args: Any) -> None:
         """A call begins."""
-        others = [value for value in (*args, *kwargs.values()) if not isinstance(value, _PLAIN)]
+        others = [value for value in args if not isinstance(value, _PLAIN)]
         arguments = (lambda: describe(others, identities=True)) if others else None
         drawn = None if type(module).__module__.startswith("torch.nn.") else _drawn()
-        given = frozenset(map(id, call.inputs))
-        self._open.append(_Open(call, given, arguments, arguments() if arguments else None, drawn))
+        self._open.append(_Open(call, arguments, arguments() if arguments else None, drawn))
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: Call, kwargs: Any) -> None:
         """The innermost call under way ends."""
         ended = self._open.pop()
+        path = ended.call.path
         if ended.arguments is not None and ended.arguments() != ended.before:
-            self._impure.add(ended.call.path)
+            self._impure.add(path)
+        if any(not isinstance(value, _PLAIN) for value in kwargs.values()):  # how they looked before is not known
+            self._impure.add(path)
         if ended.drawn is not None and ended.drawn != _drawn():
             self._impure.update(each.call.path for each in (ended, *self._open))
+        if ended.read.keys() - set(map(id, ended.call.inputs)):
+            self._impure.add(path)
 
     def operator(self, func: OpOverload, values: Iterable[Any], tensors: Iterable[Tensor]) -> None:
         """An operator runs in all calls under way."""
@@ -216,10 +222,11 @@ class _CallPurity:
         for tensor in tensors:
             storage = self._memory.of(tensor)
             if storage is not None:
-                # A tensor of this step: made inside, or an argument.
                 for each in self._open:
-                    if storage.made < each.call.enter and id(storage) not in each.given:
-                        self._impure.add(each.call.path)
+                    if (
+                        storage.made < each.call.enter
+                    ):  # made in this step and not by this call: an argument, or else impure
+                        each.read[id(storage)] = storage
                 continue
             address = tensor.untyped_storage()._cdata
             if address not in self._known:

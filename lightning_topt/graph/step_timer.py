@@ -34,6 +34,11 @@ class StepTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Say that compiled functions stay compiled under this mode; else they would be skipped for good."""
+        return True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_host = device.type == "cpu"
@@ -54,7 +59,10 @@ class StepTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name
         if name in QUERIES or name in ALLOCATIONS or is_view(func) or is_collective(func):
             return func(*args, **kwargs)
-        key = self._key(func, args, kwargs)
+        try:
+            key = self._key(func, args, kwargs)
+        except Exception:  # tensors of which not even the shape can be asked
+            return func(*args, **kwargs)
         if self._on_host:
             processor, start = thread_time(), perf_counter()
             out = func(*args, **kwargs)

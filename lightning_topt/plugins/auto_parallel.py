@@ -215,6 +215,7 @@ class AutoParallelStrategy(DataRanks):
             optimizers if self.request.plan is None else (),
             device=self.root_device,
             steps=steps,
+            records=self.request.needs_graph(self.root_device),
             is_rank_0=self.global_rank == 0,
         )
         self._forward_redirection = WatchingRedirection(self._watched_fit.forward)

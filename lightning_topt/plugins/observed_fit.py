@@ -1,12 +1,15 @@
 """The first steps of a fit are real steps under DDP; rank 0 watches them, and plans from what it saw. No user code runs twice.
 
-    step 0        recorded: operators, calls of modules, lifetimes of tensors (`graph.step_observer`), the optimizer's state
-    step 1        every operator timed in place (`graph.step_timer`), the optimizer's traffic
-    step 2, ...   the clock alone: forward, backward, the whole step
-    after them    a plan is searched beside training (`ObservedPlanning`), and takes over between two steps that all ranks agree
-                  on, with parameters and optimizer states where they are
+    clock    forward, backward, the optimizer and the whole step are timed, nothing else
+    record   operators, calls of modules, lifetimes of tensors (`graph.step_observer`), the optimizer's state
+    time     every operator in place (`graph.step_timer`), the optimizer's traffic
 
-In the place of a step without a loss the next one is recorded. Where a plan cannot be made, DDP goes on.
+On CPUs the first steps have the clock alone: plans on data axes compute what DDP computes, so where that is nearly all of a
+step DDP goes on, and nothing more is looked at. Where more might be gained, or memory is asked for, a step is recorded, the
+next one timed, and a plan searched beside training (`ObservedPlanning`). It takes over between two steps that all ranks agree
+on, with parameters and optimizer states where they are.
+
+In the place of a recorded step without a loss comes the next one. Where a plan cannot be made, DDP goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -39,10 +42,10 @@ from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.node_types import Link
 from lightning_topt.costs.observed_optimizer import OptimizerObserver
 from lightning_topt.graph.blocks import why_not_recomputed
-from lightning_topt.graph.containers import is_users
 from lightning_topt.graph.errors import CaptureError
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.record import entered
 from lightning_topt.graph.step_observer import ModuleState, StepObserver
 from lightning_topt.graph.step_timer import StepTimer
 from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS, NoPlanFitsError
@@ -61,7 +64,8 @@ from lightning_topt.plugins.searched_plan import choose_for, needs_whole_paramet
 
 Decision = tuple[ParallelPlan, Planning | None, str]
 WATCHED_STEPS = 3
-_SEARCH_SECONDS = 3.0
+_SEARCH_SECONDS = 3.0  # of a processor
+_PATIENCE_SECONDS = 120.0  # with a search beside training, whatever keeps it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +85,8 @@ class Observed:
 class ObservedFit:
     """Watches the first `steps` steps of a fit of `module` with `optimizers`, on `device`; only rank 0 looks.
 
-    Every rank has one, so that all of them know when a plan is due.
+    `records`: the first of them is recorded; else they have the clock alone, until `record_more`. Every rank has one, so that
+    all of them know when a plan is due.
     """
 
     def __init__(
@@ -91,22 +96,20 @@ class ObservedFit:
         *,
         device: torch.device,
         steps: int,
+        records: bool,
         is_rank_0: bool,
     ) -> None:
-        self.module, self.device, self.steps, self.is_rank_0 = module, device, steps, is_rank_0
+        self.module, self.device = module, device
+        self.kinds = ["record", "time", *["clock"] * steps][:steps] if records else ["clock"] * steps
         self.seen = 0  # batches with a whole step
         self.problem: str | None = None if is_rank_0 else "watched on rank 0"
+        self.has_graph = self._has_backward = self._is_over = False
         self._observer: StepObserver | None = None
-        self._has_graph = self._has_backward = False
         self._timer: StepTimer | None = None
         self._changed: set[str] | None = None
-        self._clock = StepClock(device)
-        self._optimizers = (
-            OptimizerObserver(optimizers, named_parameters=module.named_parameters()) if is_rank_0 else None
-        )
-        self._is_over = False
-        if is_rank_0:
-            self.problem = why_not_watched(module)
+        self.clock = StepClock(device)
+        named = module.named_parameters()
+        self._optimizers = OptimizerObserver(optimizers, named_parameters=named) if is_rank_0 else None
 
     # ---- the batches ----------------------------------------------------------------------------------------------
 
@@ -114,42 +117,53 @@ class ObservedFit:
         """A batch begins; return whether the plan is due before it: all steps were seen, and none is half done."""
         if self._has_backward:
             self.seen, self._has_backward = self.seen + 1, False
-        due = self.seen >= self.steps and batch_idx % accumulate == 0
-        if not due:
-            self._clock.begin()
-        return due
+        self.clock.begin()
+        return self.seen >= len(self.kinds) and batch_idx % accumulate == 0
+
+    def record_more(self) -> None:
+        """Record the next step, and time the one after it."""
+        self.kinds = [*["clock"] * self.seen, "record", "time"]
+
+    @property
+    def _kind(self) -> str:
+        """What is done in the step under way: nothing once all were seen, or where they cannot be."""
+        if self.problem is not None or self._is_over or self.seen >= len(self.kinds):
+            return "nothing"
+        kind = self.kinds[self.seen]
+        # In the place of a step without a loss.
+        return "record" if kind == "time" and not self.has_graph else kind
 
     def forward(self, args: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Return the context in which `training_step` runs with `args`."""
-        if self.problem is not None or self._is_over:
-            return nullcontext()
-        if not self._has_graph:
+        kind = self._kind
+        if kind == "record":
             return self._recorded_forward(args)
-        return self._timed_forward() if self.seen == 1 < self.steps else self._clock.phase("forward")
+        if kind == "time":
+            return self._timed_forward()
+        return self.clock.phase("forward") if kind == "clock" else nullcontext()
 
     def backward(self, loss: Tensor) -> AbstractContextManager[None]:
         """Return the context in which the backward pass from `loss` runs."""
-        self._has_backward = True
-        if self.problem is not None or self._is_over:
-            return nullcontext()
-        if not self._has_graph:
+        kind, self._has_backward = self._kind, True
+        if kind == "record":
             return self._recorded_backward(loss)
-        if self._timer is not None and self.seen == 1:
-            return self._timer
-        return self._clock.phase("backward")
+        if kind == "time" and self._timer is not None:
+            return entered(self._timer)
+        return self.clock.phase("backward") if kind == "clock" else nullcontext()
 
     @contextmanager
     def update(self, optimizer: Optimizer) -> Iterator[None]:
         """A step of `optimizer`, which may call forward and backward."""
-        observer, number = self._optimizers, self.seen
-        if self.problem is not None or self._is_over or observer is None or optimizer not in observer.optimizers:
+        observer, kind = self._optimizers, self._kind
+        if kind == "nothing" or observer is None or optimizer not in observer.optimizers:
             yield
             return
-        # The first step shows the optimizer's state, the second what it moves; later ones are timed.
-        with observer.recording(optimizer) if observer.recorded(optimizer) < 2 else observer.timing(optimizer):
+        # The first recorded step shows the optimizer's state, the second what it moves; others are timed.
+        is_recorded = "record" in self.kinds[: self.seen + 1] and observer.recorded(optimizer) < 2
+        with observer.recording(optimizer) if is_recorded else observer.timing(optimizer):
             yield
-        if self._has_graph and number > 1:
-            self._clock.end()
+        if kind == "clock":
+            self.clock.end()
 
     def close(self) -> None:
         """Stop watching: every hook is taken off."""
@@ -161,8 +175,12 @@ class ObservedFit:
     def _recorded_forward(self, args: tuple[Any, ...]) -> Iterator[None]:
         if self._observer is not None:  # of a step without a backward pass
             self._observer.close()
-        self._observer = StepObserver(self.module, args)
-        with self._observer.forward():
+        self._observer = None
+        with self._own_problems():
+            self.problem = why_not_watched()
+            if self.problem is None:
+                self._observer = StepObserver(self.module, args)
+        with nullcontext() if self._observer is None else self._observer.forward():
             yield
 
     @contextmanager
@@ -173,14 +191,25 @@ class ObservedFit:
         with self._observer.backward(loss):
             yield
         self._observer.close()
-        self._has_graph = True
+        self.has_graph = True
 
     @contextmanager
     def _timed_forward(self) -> Iterator[None]:
-        state, self._timer = ModuleState(self.module), StepTimer(self.device)
-        with self._timer:
+        state: ModuleState | None = None
+        with self._own_problems():
+            state, self._timer = ModuleState(self.module), StepTimer(self.device)
+        with nullcontext() if self._timer is None else entered(self._timer):
             yield
-        self._changed = state.changed()
+        with self._own_problems():
+            self._changed = None if state is None else state.changed()
+
+    @contextmanager
+    def _own_problems(self) -> Iterator[None]:
+        """Keep what goes wrong in watching away from the user's step; there is no plan then."""
+        try:
+            yield
+        except Exception as error:
+            self.problem = f"watching the steps failed ({type(error).__name__}: {error})"
 
     # ---- what was seen --------------------------------------------------------------------------------------------
 
@@ -189,7 +218,7 @@ class ObservedFit:
         if self.problem is not None:
             raise CaptureError(self.problem)
         if self._observer is None:
-            raise CaptureError("no training step was seen")
+            raise CaptureError("no training step was recorded")
         return self._observer.graph(changed=self._changed)
 
     def result(self) -> Observed:
@@ -197,20 +226,23 @@ class ObservedFit:
         graph = self.graph()
         assert self._optimizers is not None
         kernels = {} if self._timer is None else dict(self._timer.seconds())
-        step, forward, backward = (self._clock.median(name) for name in ("step", "forward", "backward"))
-        compute = None
-        if forward is not None and backward is not None and kernels:
+        step, forward = self.clock.median("step"), self.clock.median("forward")
+        compute = self.clock.compute_seconds()
+        if compute is None and forward is not None and kernels:
             passed = sum(
                 kernel.count * kernels.get(key, 0.0)
                 for op in graph.ops
                 for kernel, key in ((k, (k.name, _text(k.arguments))) for k in op.backward)
             )
-            compute = forward + min(passed, backward)
+            compute = forward + min(passed, self.clock.median("backward") or passed)
         return Observed(graph, kernels, self._optimizers, step, compute)
 
 
 class StepClock:
-    """The seconds of steps and of their phases, without anything else in the way."""
+    """The seconds of steps and of their phases, without anything else in the way.
+
+    The first step, which sets up, is left out where there are others.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -228,16 +260,28 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of it."""
+        """Time a phase of it, by the clock and by the processor."""
         self._synchronize()
-        start = perf_counter()
+        start, processor = perf_counter(), thread_time()
         yield
         self._synchronize()
         self._seconds.setdefault(name, []).append(perf_counter() - start)
+        self._seconds.setdefault(f"{name} on the processor", []).append(thread_time() - processor)
 
     def median(self, name: str) -> float | None:
         """Return the median seconds of a phase, None where there was none."""
-        return statistics.median(self._seconds[name]) if name in self._seconds else None
+        found = self._seconds.get(name, [])
+        return statistics.median(found[1:] or found) if found else None
+
+    def compute_seconds(self) -> float | None:
+        """Return the seconds of forward and backward without what waits for other ranks; None where that is not known.
+
+        On a CPU rank they are those of its thread on a processor.
+        """
+        if self._device.type != "cpu":
+            return None
+        phases = [self.median(f"{name} on the processor") for name in ("forward", "backward")]
+        return None if None in phases else sum(filter(None, phases))
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -274,19 +318,11 @@ class WatchingRedirection(_DDPForwardRedirection):
         return out
 
 
-def why_not_watched(module: nn.Module) -> str | None:
-    """Return why steps of `module` cannot be watched, as a clause; None where they can."""
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled
-        return None
-    for path, part in module.named_modules():
-        if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
-            return f"{path or type(part).__name__!r} is compiled, and what runs inside of it is not seen"
-        cls = type(part)
-        known = [vars(part), vars(cls), vars(sys.modules[cls.__module__]) if is_users(cls.__module__) else {}]
-        for name, value in (item for names in known for item in list(names.items())):
-            if callable(value) and "_torchdynamo_orig_callable" in getattr(value, "__dict__", {}):
-                return f"the function {name!r} is compiled, and what runs inside of it is not seen"
-    return None
+def why_not_watched() -> str | None:
+    """Return why no step can be recorded or timed now, as a clause; None where one can."""
+    frames = getattr(sys.modules.get("torch._dynamo.eval_frame"), "always_optimize_code_objects", ())
+    is_used = bool(getattr(frames, "refs", ()))
+    return "torch.compile is in use, and what runs inside of compiled code is not seen" if is_used else None
 
 
 def _text(arguments: Any) -> str:
@@ -308,7 +344,7 @@ class ObservedPlanning:
         self._observed: Observed | None = None  # on rank 0
         self._planning: Planning | None = None
         self._search: ForkedCall[Planning] | None = None
-        self._is_searching = False
+        self._is_searching, self._begun = False, 0.0
 
     def poll(self) -> Decision | None:
         """Return the decision, None where the search is not over. A collective call."""
@@ -334,6 +370,9 @@ class ObservedPlanning:
     def _begin(self) -> ParallelPlan | None:
         """The plan, where it needs no search or one that is waited for; else begin to search."""
         found = on_rank_0(self._look)
+        if found == "record":
+            self._fit.record_more()
+            return None
         if found is not None:
             return ParallelPlan.from_dict(found)
         cluster = _cluster_of(self._request, self._trainer)
@@ -351,26 +390,33 @@ class ObservedPlanning:
             return None
 
         found = on_rank_0(search)
-        self._is_searching = found is None
+        self._is_searching, self._begun = found is None, perf_counter()
         return None if found is None else ParallelPlan.from_dict(found)
 
-    def _look(self) -> dict[str, Any] | None:
-        self._observed = self._fit.result()
-        self._fit.close()
-        stays = _why_ddp_stays(self._request, self._observed)
-        return _ddp_plan(self._observed, dist.get_world_size(), stays).to_dict() if stays else None
+    def _look(self) -> Any:
+        """The plan where it is known, ``"record"`` where a step is to be recorded first, None where a search comes."""
+        fit, ranks = self._fit, dist.get_world_size()
+        if not fit.has_graph and "record" not in fit.kinds:
+            stays = _why_ddp_stays(self._request, fit.clock.median("step"), fit.clock.compute_seconds())
+            plan = preset_plan(PRESETS["ddp"], mesh=data_mesh(ranks))
+            return dataclasses.replace(plan, reason=f"{stays}.").to_dict() if stays else "record"
+        self._observed = fit.result()
+        fit.close()
+        stays = _why_ddp_stays(self._request, self._observed.step_seconds, self._observed.compute_seconds)
+        return _ddp_plan(self._observed, ranks, stays).to_dict() if stays else None
 
     def _poll_search(self) -> ParallelPlan | None:
         """The plan, once the search is over on rank 0."""
         device = self._trainer.strategy.root_device
-        is_over = torch.tensor(int(self._search is not None and self._search.is_ready()), device=device)
+        is_late = perf_counter() - self._begun > _PATIENCE_SECONDS
+        is_over = torch.tensor(int(self._search is not None and (self._search.is_ready() or is_late)), device=device)
         dist.broadcast(is_over, 0)
         if not is_over:
             return None
 
         def found() -> dict[str, Any]:
             assert self._search is not None
-            self._planning = self._search.result()
+            self._planning = self._search.result(timeout_seconds=0.1)
             return self._planning.chosen.plan.to_dict()
 
         return ParallelPlan.from_dict(on_rank_0(found))
@@ -398,13 +444,12 @@ def refine_observed(request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit)
     return ParallelPlan.from_dict(on_rank_0(of_blocks)), None, "given"
 
 
-def _why_ddp_stays(request: PlanRequest, observed: Observed) -> str | None:
+def _why_ddp_stays(request: PlanRequest, step: float | None, compute: float | None) -> str | None:
     """Why nothing can be gained by any plan, as a sentence; None where something might be.
 
     Plans on data axes compute what DDP computes. What they may save is the rest of the step: the optimizer's part, and the
     exchange that backward does not hide.
     """
-    step, compute = observed.step_seconds, observed.compute_seconds
     if request.saves_memory or request.cluster is not None or step is None or compute is None:
         return None
     if compute * (1 + TIME_ERROR) + TIME_ERROR_SECONDS < step:

@@ -66,6 +66,10 @@ class PlanRequest:
         """Return whether the plan is made of the first real steps, which run under DDP."""
         return self.plan is None and module.automatic_optimization and not self.stale.allowed
 
+    def needs_graph(self, device: torch.device) -> bool:
+        """Return whether the first step is recorded in any case, since times alone cannot tell that DDP is the best plan."""
+        return self.plan is not None or self.saves_memory or self.cluster is not None or device.type != "cpu"
+
     def refines(self, module: pl.LightningModule, device: torch.device) -> bool:
         """Return whether a uniform plan begins with the whole module as its one block, until a first step has shown the others.
 

@@ -61,6 +61,9 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written_last: dict[
             str, int
         ] = {}  # the call that changes each after all others, or comes before the change
+        self._made_of: dict[int, set[str]] = {}  # storages: the buffers whose values are in them
+        self._read_out: set[str] = set()  # buffers whose values units return, or the step
+        self._replaced: set[str] = set()  # buffers that are other tensors at the end
         self._value_read = ""
         self._reads_values = False
         self._has_gradients = torch.is_grad_enabled()
@@ -106,6 +109,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._write(tensor, inputs)
         outputs = [tensor for tensor in tensors_in(result) if is_strided(tensor)]
         self._origins.made(outputs, inputs, inside=self._at, varies=draw is not None)
+        self._follow_buffers(func, inputs, outputs)
         if draw is not None:
             (self._draws if self._at < 0 else self._calls[self._at].draws).append(draw)
         return result
@@ -114,6 +118,19 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in inputs:
             if (buffer := self._origins.memory(tensor).buffer) is not None:
                 self._read_first.setdefault(buffer, self._at if self._at >= 0 else len(self._calls))
+
+    def _follow_buffers(self, func: OpOverload, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        is_norm = "batch_norm" in func._schema.name  # in training it changes its averages and computes without them
+        names = {name for tensor in inputs for name in self._buffers_in(tensor, itself=not is_norm)}
+        for tensor in outputs if names else ():
+            if self._origins.memory(tensor).buffer is None:
+                self._made_of.setdefault(tensor.untyped_storage()._cdata, set()).update(names)
+
+    def _buffers_in(self, tensor: Tensor, *, itself: bool = True) -> set[str]:
+        buffer = self._origins.memory(tensor).buffer
+        if buffer is not None:
+            return {buffer} if itself else set()
+        return self._made_of.get(tensor.untyped_storage()._cdata, set())
 
     def _write(self, tensor: Tensor, inputs: list[Tensor]) -> None:
         buffer = self._origins.memory(tensor).buffer
@@ -190,6 +207,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.leaves.append(leaf)
                 continue
             call.leaves.append(leaf_spec(call.module, leaf, seen.get(id(leaf))))
+            self._read_out |= self._buffers_in(leaf)
             if (first := seen.setdefault(id(leaf), number)) != number:
                 leaves[number] = leaves[first]
                 continue
@@ -226,6 +244,9 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def finish(self, result: Any, module: nn.Module) -> None:
         """Note what the step returned, and left in attributes of modules that no unit contains; call it at the end."""
         self.need_at_end(result)
+        self._read_out.update(*(self._buffers_in(tensor) for tensor in _leaves(result) if is_strided(tensor)))
+        named = ((name, buffer) for name, buffer in module.named_buffers() if is_strided(buffer))
+        self._replaced = {name for name, buffer in named if self._origins.memory(buffer).buffer is None}
         units = {path for path, _ in self._units}
         for path, submodule in module.named_modules():
             if path in units:
@@ -259,6 +280,7 @@ class FlowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             end_draws=tuple(self._draws),
             end_writes=frozenset(self._end.writes),
             bonds=bonds,
+            carried=frozenset(self._read_out & {*self._written_last, *self._replaced}),
             metrics=tuple(self.metrics),
             reads_values=self._reads_values,
             draws_on_host=self._draws_on_host,

@@ -92,10 +92,10 @@ class StepFlow:
     """The calls of a step in order, and what its end needs: the loss, what the step returns and what it logs.
 
     `end_reads` and `end_draws` are parameters read and random numbers drawn by functional operators after the last call,
-    `end_writes` buffers that functional operators change: the last stage has them right. `bonds` say which calls cannot be
-    on two stages. `metrics` are modules of torchmetrics, which the last stage alone runs. `reads_values`: Python code reads
-    values of the batch, so that the flow holds for this batch alone. `draws_on_host`: so does it draw from Python's or NumPy's
-    generators.
+    `end_writes` buffers that functional operators change: the last stage has them right. `carried` are the buffers that the
+    step changes and computes with, so that it depends on steps before. `bonds` say which calls cannot be on two stages.
+    `metrics` are modules of torchmetrics, which the last stage alone runs. `reads_values`: Python code reads values of the
+    batch, so that the flow holds for this batch alone. `draws_on_host`: so does it draw from Python's or NumPy's generators.
     """
 
     calls: tuple[UnitCall, ...]
@@ -104,6 +104,7 @@ class StepFlow:
     end_draws: tuple[Draw, ...] = ()
     end_writes: frozenset[str] = frozenset()
     bonds: tuple[Bond, ...] = ()
+    carried: frozenset[str] = frozenset()
     metrics: tuple[str, ...] = ()
     reads_values: bool = False
     draws_on_host: bool = False

@@ -147,8 +147,9 @@ class DataRanks(EngineCheckpoints):
         self._turns = None
         if self._continuous is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._continuous.begin(module.trainer)
-        if self._members is not None:
-            self._members.check()
+        for steps in (self._members, self._pipeline):
+            if steps is not None:
+                steps.check()
         if plan.brings_batches and plan.schedule is None:
             group = own_group(plan.mesh.groups_along(plan.mesh.tensor_axes))
             kind = JointBatches if plan.joint else Turns

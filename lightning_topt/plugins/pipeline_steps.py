@@ -23,7 +23,7 @@ from lightning_topt.communication.topology import own_group
 from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.graph.structures import map_tensors
-from lightning_topt.plan.parallel_plan import ParallelPlan
+from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.batch_parts import Parts, first_samples, split_batch
 from lightning_topt.plugins.former_gradients import Gradients, cleared_before_backward, gradients_aside
 from lightning_topt.plugins.loss_kinds import (
@@ -79,6 +79,16 @@ class PipelineSteps:
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         passes = _Passes(self, Parts((), ()), LossKinds(None), scale=1.0, batch_idx=0 if takes_index else None)
         return Example(passes.loss, (parts.batches[0],))
+
+    def check(self) -> None:
+        """Raise PlanError where a microbatch depends on the one before, which it would not in one batch."""
+        plan = self._engine.plan
+        if plan.num_microbatches > 1 and (carried := self._engine.stages.carried_buffers):
+            raise PlanError(
+                f"training steps change the buffer {carried[0]!r} and compute with it, as spectral_norm does: in microbatches "
+                "that would happen once in each, and another loss be trained than that of the batch; use microbatches=1, or "
+                "choose a plan without stages"
+            )
 
     # ---- training -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,3 +55,43 @@ def test_buffers_of_the_step_before(late: str, is_refused: bool) -> None:
         return
     with pytest.raises(ValueError, match=f"'center' in the next step as it is changed {late}"):
         assign_calls(flow, [["first"], ["second"]])
+
+
+class Scaled(nn.Module):
+    """Divides by an average of what it has seen, or only keeps one, or computes with a buffer that stays."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("average", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.average.view(2, 2).clone().flatten()
+        with torch.no_grad():
+            if self.how == "new":
+                self.average = 0.9 * self.average + x.abs().mean(0)
+            elif self.how != "stays":
+                self.average.copy_(0.9 * self.average + x.abs().mean(0))
+        return x if self.how == "kept" else x / scale
+
+
+@pytest.mark.parametrize(
+    ("block", "carried"),
+    [
+        (Scaled("changed"), {"0.average"}),
+        (Scaled("new"), {"0.average"}),
+        (Scaled("kept"), set()),
+        (Scaled("stays"), set()),
+        (nn.BatchNorm1d(4), set()),
+        (torch.nn.utils.spectral_norm(nn.Linear(4, 4)), {"0.weight_u", "0.weight_v"}),
+        (
+            torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+            {"0.parametrizations.weight.0._u", "0.parametrizations.weight.0._v"},
+        ),
+    ],
+)
+@pytest.mark.parametrize("units", [["0", "1"], ["1"]])
+def test_buffers_that_a_step_changes_and_computes_with(block: nn.Module, carried: set[str], units: list[str]) -> None:
+    module: Any = nn.Sequential(block, nn.Linear(4, 4))
+    flow = trace_flow(module, lambda module, batch: module(batch).sum(), torch.randn(3, 4), units=units)
+    assert flow.carried <= carried and bool(flow.carried) == bool(carried)

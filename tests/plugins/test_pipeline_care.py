@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_topt import AutoParallelStrategy
 from tests.plugins.test_pipeline_fits import in_order, pipeline
@@ -33,6 +34,14 @@ class Within(RecordingGPT):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         features = F.normalize(self(batch[0]).mean(1), dim=-1)
         return F.cross_entropy(features @ features.T * 4, torch.arange(len(features)))
+
+
+class Normed(RecordingGPT):
+    """Power iteration goes on in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spectral_norm(self.blocks[0].up)
 
 
 class Nothing(RecordingGPT):
@@ -83,6 +92,7 @@ class OneBlock(L.LightningModule):
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "within": (Within, {}, r"neither a mean nor a sum over samples.*use microbatches=1"),
+    "spectral norm": (Normed, {}, r"change the buffer 'blocks.0.up.parametrizations.weight.0._u' and compute with it"),
     "nothing": (Nothing, {}, "returned NoneType without a loss"),
     "value": (ReadsValue, {}, r"reads the value of a tensor before its last block has run.*if float\(x.detach"),
     "rank": (ReadsRank, {}, "training_step reads global_rank"),
@@ -173,6 +183,7 @@ def alike(rank: int) -> dict[str, Any]:
         "sums": losses(seeded(Sums), loader(8), pipeline(2, microbatches=3)),
         "own order": losses(seeded(RecordingGPT), OtherOrder(rank), pipeline(2, microbatches=2)),
         "one microbatch": losses(seeded(Within), loader(8), pipeline(2, microbatches=1)),
+        "spectral norm": losses(seeded(Normed), loader(8), pipeline(2, microbatches=1)),
         "hooks": losses(hooks, loader(8), pipeline(2, microbatches=2), max_steps=1),
     }
     return {**found, "called": hooks.called}
@@ -191,6 +202,7 @@ def test_losses_that_are_sums_and_batches_that_differ() -> None:
         "sums": alone(Sums, in_order(8)),
         "own order": alone(RecordingGPT, OtherOrder(0)),
         "one microbatch": alone(Within, in_order(8)),
+        "spectral norm": alone(Normed, in_order(8)),
     }
     for found in on_ranks(alike):
         for name, losses in expected.items():

@@ -59,6 +59,7 @@ class PipelineRun:
         self.flows = StepFlows(module, names, device=device, order=order)
         (first,) = self.flows.of(example.step, [example.microbatch])
         ranks = self.schedule.rank_of_stage
+        self._carried = first.flow.carried
         self.layout = StageLayout.of_flow(first.flow, first.stage_of_call, module, rank_of_stage=ranks)
         pipelines = plan.mesh.groups_along(plan.mesh.pipeline_axes)
         self._peers = Peers.of_pipelines(pipelines, self.schedule, rank=dist.get_rank(), device=device)
@@ -239,6 +240,11 @@ class PipelineRun:
     def changed_buffers(self) -> list[str]:
         """Return the buffers that a step changes."""
         return sorted(self.layout.buffers)
+
+    @property
+    def carried_buffers(self) -> list[str]:
+        """Return those of them that it also computes with: one microbatch depends on the one before."""
+        return sorted(self._carried)
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages to a common norm of at most `max_norm`; returns the norm before."""

@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,12 +151,16 @@ def roots_of(module: nn.Module) -> Iterator[Any]:
         yield getattr(trainer, "callbacks", None)
 
 
+def is_users(name: Any) -> bool:
+    """Return whether the Python module `name`, as ``__module__`` has it, is of the user, not installed."""
+    return isinstance(name, str) and _is_users(name)  # of classes in C it may be a descriptor
+
+
 @functools.cache
-def is_users(name: str | None) -> bool:
-    """Return whether the Python module `name` is of the user, not installed."""
-    module = sys.modules.get(name or "")
-    top, _, rest = (name or "").partition(".")
-    if name is None or module is None or top in sys.builtin_module_names or (rest and not is_users(top)):
+def _is_users(name: str) -> bool:
+    module = sys.modules.get(name)
+    top, _, rest = name.partition(".")
+    if module is None or top in sys.builtin_module_names or (rest and not _is_users(top)):
         return False
     if name == "__main__":
         return True
@@ -163,7 +168,26 @@ def is_users(name: str | None) -> bool:
     if file is None:
         specification = getattr(module, "__spec__", None)
         return specification is None or not isinstance(specification.origin, str)
-    return not os.path.abspath(file).startswith(LIBRARIES)
+    return not is_installed(file)
+
+
+def is_installed(file: str) -> bool:
+    """Return whether `file` is of Python, of this package, or of one that was installed, in any folder of the path."""
+    file = os.path.abspath(file)
+    if file.startswith(LIBRARIES):
+        return True
+    folders = [os.path.join(os.path.abspath(folder), "") for folder in sys.path]
+    inside = [(folder, file[len(folder) :]) for folder in folders if file.startswith(folder)]
+    return any(rest.partition(os.sep)[0] in _installed_in(folder) for folder, rest in inside)
+
+
+@functools.cache
+def _installed_in(folder: str) -> frozenset[str]:
+    """The files and folders that ``pip install --target`` has put there; others beside them may be the user's."""
+    records = Path(folder).glob("*.dist-info/RECORD")
+    return frozenset(
+        line.partition(",")[0].partition("/")[0] for each in records for line in each.open(encoding="utf-8")
+    )
 
 
 def _base(target: dict[Any, Any]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,18 +13,12 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.utils import checkpoint
 
+from lightning_topt.graph.containers import PACKAGE, is_installed
+
 WAY_OUT = 'Give an explicit plan, which needs no capture: AutoParallelStrategy(plan="ddp").'
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TASKS = os.path.join(PACKAGE, "cli", "")  # modules to train
-LIBRARIES = tuple(
-    os.path.join(folder, "")
-    for folder in {
-        *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")),
-        os.path.dirname(os.path.dirname(torch.__file__)),
-    }
-    if folder
-)
+OWN = tuple(os.path.join(folder, "") for folder in (PACKAGE, os.path.dirname(torch.__file__)))
 FAKE_ERRORS = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -115,19 +108,18 @@ def check_no_reentrant_checkpoint(unit: str) -> None:
 
 
 def _innermost(found: traceback.StackSummary) -> str:
-    frames = [frame for frame in found if not _is_of_torch(os.path.abspath(frame.filename))]
-    own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(LIBRARIES)] or frames
+    frames = [
+        (frame, file)
+        for frame in found
+        if (file := os.path.abspath(frame.filename)).startswith(TASKS) or not file.startswith(OWN)
+    ]
+    own = [frame for frame, file in frames if file.startswith(TASKS) or not is_installed(file)]
+    own = own or [frame for frame, _ in frames]
     if not own:
         return ""
     frame = own[-1]
     source = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
     return f"  {frame.filename}:{frame.lineno}, in {frame.name}: {source}\n"
-
-
-def _is_of_torch(file: str) -> bool:
-    """Whether it is a file of torch, or of this package."""
-    is_own = file.startswith(os.path.join(PACKAGE, "")) and not file.startswith(TASKS)
-    return is_own or file.startswith(os.path.join(os.path.dirname(torch.__file__), ""))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

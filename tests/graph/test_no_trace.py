@@ -5,9 +5,12 @@ from __future__ import annotations
 import builtins
 import collections
 import functools
+import importlib
 import logging
 import random
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_topt.graph.capture import capture
-from lightning_topt.graph.containers import SavedContainers
+from lightning_topt.graph.containers import SavedContainers, is_users
 from lightning_topt.graph.no_trace import no_trace
 from tests.models import GPT
 
@@ -259,3 +262,30 @@ def test_dicts_that_show_more_than_they_hold() -> None:
     lazy.move_to_end("b")
     saved.restore()
     assert [*collections.OrderedDict.items(lazy)] == [("b", 1), ("a", 0)]
+
+
+class Described:
+    """As classes written in C may be: its name of a module is a descriptor."""
+
+    __module__ = property(lambda self: "somewhere")  # type: ignore[assignment]
+
+
+def test_classes_whose_module_is_no_name_are_left_alone() -> None:
+    known = {"class": Described}
+    saved = SavedContainers([known, sys.modules[__name__]])
+    known.clear()
+    saved.restore()
+    assert known == {"class": Described} and not is_users(Described.__module__)
+
+
+def test_packages_may_be_installed_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``pip install --target``; the user's files may lie beside them."""
+    for name in ("topt_installed/__init__.py", "topt_installed/part.py", "topt_alone.py", "topt_own.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "some-1.0.dist-info").mkdir()
+    (tmp_path / "some-1.0.dist-info" / "RECORD").write_text("topt_installed/__init__.py,,\ntopt_alone.py,sha256=1,0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("topt_installed.part", "topt_alone", "topt_own")
+    users = {name: is_users(importlib.import_module(name).__name__) for name in names}
+    assert users == {"topt_installed.part": False, "topt_alone": False, "topt_own": True}

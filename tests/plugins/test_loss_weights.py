@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_topt import AutoParallelStrategy
 from tests.plugins.test_pipeline_fits import cluster, pipeline
+from tests.plugins.test_pipeline_modules import split_stages
 from tests.plugins.trainer_ranks import RecordingGPT, Tokens, make_trainer, mean_over_ranks, on_ranks
 
 IGNORED = -100
@@ -183,6 +184,10 @@ def in_rows(rank: int) -> Any:
     return fit("ignored", AutoParallelStrategy(plan=mesh, cluster=cluster(4)), ranks=4, batch_size=4, max_epochs=1)
 
 
+def in_slices(rank: int) -> Any:
+    return fit("ignored", AutoParallelStrategy(plan=split_stages(), cluster=cluster(4)), ranks=4)
+
+
 def as_ddp(rank: int) -> Any:
     return fit("ignored", "ddp", ranks=2, batch_size=4, max_epochs=1)
 
@@ -191,3 +196,9 @@ def test_rows_of_pipelines_average_their_means_as_ranks_of_ddp_do() -> None:
     expected = on_ranks(as_ddp)
     for rank, found in enumerate(on_ranks(in_rows, world_size=4)):
         assert_alike(found, expected[rank % 2])
+
+
+def test_stages_in_slices_know_their_padding() -> None:
+    expected = fit("ignored")
+    for found in on_ranks(in_slices, world_size=4):
+        assert_alike(found, expected)

@@ -23,7 +23,7 @@ VOCAB = 32
 
 
 class Texts(Dataset[dict[str, Tensor]]):
-    """Sequences of which every second one ends with padding, so that two samples weigh as much as two others."""
+    """Sequences that end with padding, more or less of it."""
 
     def __len__(self) -> int:
         return 8
@@ -31,7 +31,7 @@ class Texts(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.randint(1, VOCAB, (8,), generator=torch.Generator().manual_seed(index))
         mask = torch.ones(8, dtype=torch.long)
-        mask[8 - 3 * (index % 2) :] = 0
+        mask[8 - 3 * index % 7 :] = 0
         return {"input_ids": tokens * mask, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
 
 

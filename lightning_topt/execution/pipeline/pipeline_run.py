@@ -160,7 +160,7 @@ class PipelineRun:
     @torch.no_grad()
     def _divide_gradients(self, divisor: Tensor) -> None:
         """Divide all gradients, and begin to exchange them."""
-        found = [parameter.grad for parameter in self.own_parameters() if parameter.grad is not None]
+        found = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         if divisor != 1:
             for gradient in found:
                 gradient.div_(divisor.to(gradient.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,14 @@ def seeds_of_lightning_are_forgotten() -> Iterator[None]:
     yield
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def compiled_functions_are_forgotten() -> Iterator[None]:
+    """Ranks are forked from a process in which other tests may have compiled: a fit that sees that is not watched."""
+    yield
+    if "torch._dynamo.eval_frame" in sys.modules:
+        sys.modules["torch._dynamo.eval_frame"].always_optimize_code_objects.refs.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -110,6 +110,7 @@ class ObservedFit:
         self.clock = StepClock(device)
         named = module.named_parameters()
         self._optimizers = OptimizerObserver(optimizers, named_parameters=named) if is_rank_0 else None
+        self._trainable = _trainable(module)  # what DDP exchanges to the end of the fit
 
     # ---- the batches ----------------------------------------------------------------------------------------------
 
@@ -154,15 +155,16 @@ class ObservedFit:
     @contextmanager
     def update(self, optimizer: Optimizer) -> Iterator[None]:
         """A step of `optimizer`, which may call forward and backward."""
-        observer, kind = self._optimizers, self._kind
-        if kind == "nothing" or observer is None or optimizer not in observer.optimizers:
+        observer = self._optimizers
+        if self.problem is not None or self._is_over or observer is None or optimizer not in observer.optimizers:
             yield
             return
-        # The first recorded step shows the optimizer's state, the second what it moves; others are timed.
+        # The first recorded step shows the optimizer's state, the second what it moves; others are timed. With accumulation
+        # it may come after the last watched batch.
         is_recorded = "record" in self.kinds[: self.seen + 1] and observer.recorded(optimizer) < 2
         with observer.recording(optimizer) if is_recorded else observer.timing(optimizer):
             yield
-        if kind == "clock":
+        if self._kind == "clock":
             self.clock.end()
 
     def close(self) -> None:
@@ -219,7 +221,17 @@ class ObservedFit:
             raise CaptureError(self.problem)
         if self._observer is None:
             raise CaptureError("no training step was recorded")
+        self._check_trainable()
         return self._observer.graph(changed=self._changed)
+
+    def _check_trainable(self) -> None:
+        """Raise CaptureError if other parameters are trained than those that DDP was made for: a plan would exchange these."""
+        if changed := set(_trainable(self.module).items()) ^ set(self._trainable.items()):
+            name = min(name for name, _ in changed)
+            raise CaptureError(
+                f"since the fit began other parameters are trained ({name!r} was frozen, unfrozen, added or replaced); DDP "
+                "goes on exchanging those that it began with; for a plan freeze before the fit, in configure_model or __init__"
+            )
 
     def result(self) -> Observed:
         """Return all that was seen, on rank 0. Raises CaptureError where that is not a whole step, OptimizerError."""
@@ -323,6 +335,11 @@ def why_not_watched() -> str | None:
     frames = getattr(sys.modules.get("torch._dynamo.eval_frame"), "always_optimize_code_objects", ())
     is_used = bool(getattr(frames, "refs", ()))
     return "torch.compile is in use, and what runs inside of compiled code is not seen" if is_used else None
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that get gradients, by all their names."""
+    return {name: p for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
 
 
 def _text(arguments: Any) -> str:

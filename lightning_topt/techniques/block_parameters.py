@@ -20,7 +20,9 @@ def check_blocks(configs: Mapping[str, OpConfig], module: nn.Module, *, made_for
             f"{made_for or 'another model'}: make a new plan"
         )
     for name in names:
-        never_called = type(modules[name]).forward is nn.Module.forward and "forward" not in vars(modules[name])
+        # Scripted modules have a `forward` of their own, which their class does not give.
+        forward = getattr(type(modules[name]), "forward", None)
+        never_called = forward is nn.Module.forward and "forward" not in vars(modules[name])
         has_border = configs[name].inputs or configs[name].outputs
         if never_called and (has_border or configs[name].recompute or configs[name].storage.sharded_axes("gradients")):
             first = next((child for child, _ in modules[name].named_children()), "...")

@@ -1,0 +1,378 @@
+"""Programs whose optimizers and rates count: kept gradients, closures asked again, frozen parts, manual optimization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.foreign.once_shelf import Built, Net, counted, mlp, rows, traced
+
+# ---- frozen parts and rates
+
+
+class UnfreezesBody(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[:4].requires_grad_(batch_idx >= 5)
+        self.trace.append([p.requires_grad for p in self.net.parameters()])
+
+
+@counted("parameters unfrozen at step 5", find_unused=True)
+def body_unfrozen_at_step_5() -> Built:
+    return traced(UnfreezesBody())
+
+
+class FreezesOut(Net):
+    """Layers stop learning one after the other: their gradients are thrown away before the step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for number, layer in enumerate((self.net[0], self.net[2])):
+            if self.global_step >= 4 * (number + 1):
+                for parameter in layer.parameters():
+                    parameter.grad = None
+        self.trace.append([p.grad is None for p in self.net.parameters()])
+
+
+@counted("progressive freezing: gradients set to None before the step")
+def layers_frozen_one_by_one() -> Built:
+    return traced(FreezesOut())
+
+
+class LateGroup(Net):
+    """The last layer joins the optimizer at step 5, as in fine-tuning callbacks."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        if batch_idx == 5:
+            optimizer.add_param_group({"params": list(self.net[4].parameters()), "lr": 1e-3})
+        self.trace.append([len(group["params"]) for group in optimizer.param_groups])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net[:4].parameters(), lr=1e-2)
+
+
+@counted("group of parameters added to the optimizer at step 5")
+def late_group_of_parameters() -> Built:
+    return traced(LateGroup())
+
+
+class WarmsUp(Net):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        rate = 1e-2 * min(1.0, (self.trainer.global_step + 1) / 8)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        self.trace.append((self.global_step, rate))
+        optimizer.step(closure=optimizer_closure)
+
+
+@counted("warm-up by self.global_step in optimizer_step")
+def warm_up_by_global_step() -> Built:
+    return traced(WarmsUp())
+
+
+class AccumulatesWithRates(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def rate(self, step: int) -> float:
+        self.asked.append(step)
+        return 0.9**step
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        group = self.optimizers().param_groups[0]
+        self.trace.append((self.global_step, group["lr"], self.lr_schedulers().last_epoch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
+
+
+@counted("gradient accumulation and a scheduler that counts what it is asked", accumulate_grad_batches=3)
+def accumulation_with_rates() -> Built:
+    module = AccumulatesWithRates()
+    return Built(module, rows(), lambda: (module.trace, module.asked))
+
+
+class DropsRate(Net):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 4 == 3:
+            for group in self.trainer.optimizers[0].param_groups:
+                group["lr"] *= 0.5
+                group["betas"] = (0.8, 0.99)
+        self.trace.append([group["lr"] for group in self.trainer.optimizers[0].param_groups])
+
+
+@counted("rate and momentum changed by hand between steps")
+def rate_dropped_by_hand() -> Built:
+    return traced(DropsRate())
+
+
+# ---- optimizers
+
+
+class DeltaOfGradients(torch.optim.Optimizer):
+    """Adds the change of the gradient since the last step, whose tensor it keeps: `zero_grad` leaves it alone."""
+
+    def __init__(self, params: Any, seen: list[Any], lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.seen = seen
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        shared = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                last = self.state[parameter].get("last")
+                change = torch.zeros_like(parameter.grad) if last is None else parameter.grad - last
+                shared.append(last is not None and last.data_ptr() == parameter.grad.data_ptr())
+                parameter.add_(parameter.grad + 0.5 * change, alpha=-group["lr"])
+                self.state[parameter]["last"] = parameter.grad
+        self.seen.append(any(shared))
+        return loss
+
+
+class KeepsGradients(Net):
+    def configure_optimizers(self) -> Any:
+        return DeltaOfGradients(self.parameters(), self.trace)
+
+
+@counted("optimizer that keeps the tensor p.grad of the last step")
+def gradients_kept_by_the_optimizer() -> Built:
+    return traced(KeepsGradients())
+
+
+class KeepsGradientsOutside(Net):
+    """A callback-like hook keeps the gradients themselves, and compares them with those of the next step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        mine = [p.grad for p in self.net.parameters()]
+        if batches := getattr(self, "kept", None):
+            self.trace.append([bool(torch.equal(old, new)) for old, new in zip(batches, mine, strict=True)])
+        self.kept = mine
+
+
+@counted("gradients of the last step kept by the module")
+def gradients_kept_by_the_module() -> Built:
+    module = KeepsGradientsOutside()
+    module.net[1] = module.net[3] = nn.Tanh()
+    return traced(module)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD without a schedule: trains at an interpolation, evaluates at the average; `train` and `eval` exchange them."""
+
+    def __init__(self, params: Any, seen: list[str], lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train": False})
+        self.seen = seen
+
+    @torch.no_grad()
+    def exchange(self, *, train: bool) -> None:
+        self.seen.append("train" if train else "eval")
+        for group in self.param_groups:
+            if group["train"] == train:
+                continue
+            weight = 1 - group["beta"] if train else 1 - 1 / group["beta"]
+            for parameter in group["params"]:
+                if "z" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["z"], weight)
+            group["train"] = train
+
+    def train(self) -> None:
+        self.exchange(train=True)
+
+    def eval(self) -> None:
+        self.exchange(train=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        assert self.param_groups[0]["train"], "the optimizer is not in train mode"
+        for group in self.param_groups:
+            share, beta = 1 / (group["k"] + 1), group["beta"]
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                parameter.lerp_(z, share).add_(parameter.grad, alpha=group["lr"] * (beta * (1 - share) - 1))
+                z.sub_(parameter.grad, alpha=group["lr"])
+            group["k"] += 1
+        self.seen.append("step")
+        return loss
+
+
+class TrainsScheduleFree(Net):
+    def configure_optimizers(self) -> Any:
+        self.free = ScheduleFree(self.parameters(), self.trace)
+        return self.free
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers(use_pl_optimizer=False).train()
+
+    def on_train_epoch_end(self) -> None:
+        self.optimizers(use_pl_optimizer=False).eval()
+
+
+@counted("schedule-free optimizer with train() and eval()", max_epochs=2, limit_train_batches=6)
+def schedule_free() -> Built:
+    return traced(TrainsScheduleFree())
+
+
+class Sharpness(torch.optim.SGD):
+    """Sharpness-aware: asks the closure twice."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        moves = [0.05 * p.grad / (norm + 1e-12) for p in parameters]
+        torch._foreach_add_(parameters, moves)
+        closure()
+        torch._foreach_sub_(parameters, moves)
+        super().step()
+        return loss
+
+
+class TrainsFlat(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trace.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return Sharpness(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@counted("optimizer that asks the closure twice (SAM)")
+def closure_asked_twice() -> Built:
+    return traced(TrainsFlat())
+
+
+class TrainsByCurvature(TrainsFlat):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0)
+
+
+@counted("LBFGS, which asks the closure three times")
+def closure_asked_by_lbfgs() -> Built:
+    return traced(TrainsByCurvature())
+
+
+class OptimizerHooks(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer.register_step_pre_hook(lambda *args: self.trace.append("before"))
+        optimizer.register_step_post_hook(lambda *args: self.trace.append("after"))
+        return optimizer
+
+
+@counted("hooks before and after the optimizer's step")
+def hooks_of_the_optimizer() -> Built:
+    return traced(OptimizerHooks())
+
+
+class CountingAdam(torch.optim.Adam):
+    """Skips its step, with a reason, where the gradient is an outlier of its own history."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.history: list[float] = []
+        self.taken: list[bool] = []
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        self.history.append(float(loss))
+        self.taken.append(len(self.history) % 5 != 0)
+        if self.taken[-1]:
+            super().step()
+        return loss
+
+
+class SkipsSteps(Net):
+    def configure_optimizers(self) -> Any:
+        self.adam = CountingAdam(self.parameters(), lr=1e-2)
+        return self.adam
+
+
+@counted("optimizer that counts, and skips every fifth step")
+def steps_skipped_by_the_optimizer() -> Built:
+    module = SkipsSteps()
+    return Built(module, rows(), lambda: (module.adam.taken, len(module.adam.history)))
+
+
+# ---- manual optimization
+
+
+class Gan(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.critic = mlp(inputs=4, outputs=8), mlp(outputs=1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        forger, critic = self.optimizers()
+        noise = torch.randn(len(batch[0]), 4)
+        self.toggle_optimizer(critic)
+        loss = F.softplus(self.critic(self.net(noise).detach())).mean() + F.softplus(-self.critic(batch[0])).mean()
+        critic.zero_grad()
+        self.manual_backward(loss)
+        critic.step()
+        self.untoggle_optimizer(critic)
+        self.trace.append("critic")
+        self.log("critic", loss)
+        if batch_idx % 2:
+            self.toggle_optimizer(forger)
+            loss = F.softplus(-self.critic(self.net(noise))).mean()
+            forger.zero_grad()
+            self.manual_backward(loss)
+            forger.step()
+            self.untoggle_optimizer(forger)
+            self.trace.append("forger")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), lr=1e-2), torch.optim.Adam(self.critic.parameters(), lr=1e-2)
+
+
+@counted("two optimizers by manual optimization, one of them every other step", find_unused=True)
+def two_optimizers_by_hand() -> Built:
+    module = Gan()
+
+    def evidence() -> Any:
+        states = [optimizer.state[optimizer.param_groups[0]["params"][0]] for optimizer in module.trainer.optimizers]
+        return module.trace, [int(state["step"]) for state in states], module.global_step
+
+    return Built(module, rows(), evidence)
+
+
+class ReturnsNothing(Net):
+    """Accumulates by hand, and leaves every fourth batch out: such a step returns None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 4 == 3:
+            self.trace.append("left out")
+            return None
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.trace.append(self.global_step)
+        return {"loss": loss.detach()}
+
+
+@counted("step that returns None for some batches (manual optimization)")
+def steps_that_return_nothing() -> Built:
+    return traced(ReturnsNothing())

@@ -1,0 +1,418 @@
+"""Programs whose models and losses count: teachers, queues of keys, banks, blocks, hooks, own autograd."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+from tests.foreign.once_shelf import COUNT, Built, Net, counted, mlp, numbered, rows, traced
+
+# ---- teachers, banks and queues
+
+
+class MeanTeacher(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.updates = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            decay = min(0.9, self.updates / (self.updates + 1))
+            for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                slow.mul_(decay).add_(fast, alpha=1 - decay)
+            wanted = self.teacher(batch[0]).softmax(-1)
+        self.updates += 1
+        return super().training_step(batch, batch_idx) + F.cross_entropy(self.net(batch[0]), wanted)
+
+
+@counted("teacher that the step averages, with a counted decay")
+def teacher_averaged_in_the_step() -> Built:
+    module = MeanTeacher()
+    return Built(module, rows(), lambda: module.updates)
+
+
+class MomentumContrast(Net):
+    """Keys of all ranks go to a queue, a buffer that is written in place at a pointer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(outputs=16)
+        self.keys = copy.deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("queue", F.normalize(torch.randn(40, 16), dim=-1))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        query = F.normalize(self.net(batch[0]), dim=-1)
+        with torch.no_grad():
+            for slow, fast in zip(self.keys.parameters(), self.net.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+            key = F.normalize(self.keys(batch[0] + 0.05 * torch.randn_like(batch[0])), dim=-1)
+        logits = torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.clone().T], -1) / 0.2
+        everyone = self.all_gather(key).flatten(0, 1)
+        place = int(self.pointer)
+        self.trace.append(place)
+        self.queue[place : place + len(everyone)] = everyone
+        self.pointer.copy_((self.pointer + len(everyone)) % len(self.queue))
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+
+
+@counted("momentum queue (MoCo): buffer written in place at a pointer")
+def queue_of_keys() -> Built:
+    return traced(MomentumContrast())
+
+
+class MemoryBank(Net):
+    """What the network said of each sample is kept by its number; a tensor that is no buffer, and counts beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank, self.visits = torch.zeros(COUNT, 5), torch.zeros(COUNT, dtype=torch.long)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, numbers = batch
+        logits = self.net(x)
+        self.visits[numbers] += 1
+        self.bank[numbers] = 0.7 * self.bank[numbers] + 0.3 * logits.detach().softmax(-1)
+        return F.cross_entropy(logits, y) + 0.1 * F.cross_entropy(logits, self.bank[numbers])
+
+
+@counted("memory bank by number of sample, over two epochs", max_epochs=2, limit_train_batches=6)
+def memory_bank() -> Built:
+    module = MemoryBank()
+    return Built(module, rows(numbered), lambda: module.visits.tolist())
+
+
+class OlderSelves(Net):
+    """Learns from copies of itself, taken now and then and kept in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.selves: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for old in self.selves[-2:]:
+            loss = loss + 0.3 * F.mse_loss(self.net(batch[0]), old(batch[0]).detach())
+        if batch_idx % 4 == 2:
+            self.selves.append(copy.deepcopy(self.net).eval())
+        self.trace.append(len(self.selves))
+        return loss
+
+
+@counted("copies of the network taken in the step")
+def older_selves() -> Built:
+    return traced(OlderSelves())
+
+
+class AveragesWeights(Net):
+    def on_fit_start(self) -> None:
+        self.average = AveragedModel(self.net)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= 6:
+            self.average.update_parameters(self.net)
+        self.trace.append(int(self.average.n_averaged))
+
+
+@counted("torch's AveragedModel, updated after late batches")
+def weights_averaged_by_torch() -> Built:
+    return traced(AveragesWeights())
+
+
+class RunningLoss(nn.Module):
+    """Divides the loss by its running mean; counts in Python and in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        loss = F.cross_entropy(logits, y)
+        self.mean += (loss.detach() - self.mean) / self.calls
+        return loss / (self.mean + 0.1)
+
+
+class UsesRunningLoss(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = RunningLoss()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.criterion(self.net(batch[0]), batch[1])
+
+
+@counted("loss module with a running mean")
+def loss_with_a_running_mean() -> Built:
+    module = UsesRunningLoss()
+    return Built(module, rows(), lambda: module.criterion.calls)
+
+
+# ---- blocks that count
+
+
+class CountingBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(width, width), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.linear(x).relu() * (1 + 0.05 * self.calls)
+
+
+@counted("blocks whose forward counts, and scales by the count")
+def blocks_that_count() -> Built:
+    module = Net()
+    blocks = [CountingBlock(16) for _ in range(3)]
+    module.net = nn.Sequential(nn.Linear(8, 16), *blocks, nn.Linear(16, 5))
+    return Built(module, rows(), lambda: [block.calls for block in blocks])
+
+
+class Modes(nn.Module):
+    def __init__(self, seen: list[bool]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.training)
+        return x
+
+
+class TogglesModes(Net):
+    """Pseudo labels are made in evaluation mode, in the middle of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = (nn.Linear(8, 16), nn.BatchNorm1d(16), Modes(self.trace), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 5))
+        self.net = nn.Sequential(*parts)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net.eval()
+        with torch.no_grad():
+            wanted = self.net(batch[0]).argmax(-1)
+        self.net.train()
+        return super().training_step(batch, batch_idx) + 0.2 * F.cross_entropy(self.net(batch[0]), wanted)
+
+
+@counted("train and eval toggled inside the step")
+def modes_toggled_in_the_step() -> Built:
+    return traced(TogglesModes())
+
+
+@counted("num_batches_tracked of batch norms")
+def batches_tracked_by_batch_norm() -> Built:
+    module = Net()
+    norms = nn.BatchNorm1d(16), nn.BatchNorm1d(16, momentum=None)
+    module.net = nn.Sequential(nn.Linear(8, 16), norms[0], nn.ReLU(), nn.Linear(16, 16), norms[1], nn.Linear(16, 5))
+    return Built(module, rows(), lambda: [int(norm.num_batches_tracked) for norm in norms])
+
+
+class SpectralNorms(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        first, last = nn.utils.spectral_norm(nn.Linear(8, 32)), nn.Linear(32, 5)
+        self.net = nn.Sequential(first, nn.ReLU(), nn.utils.parametrizations.weight_norm(last))
+        first.register_forward_hook(lambda *args: self.trace.append("called"))
+
+
+@counted("spectral_norm, whose buffers follow the calls, and weight_norm")
+def norms_of_weights() -> Built:
+    return traced(SpectralNorms())
+
+
+class TiedWeights(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 12), nn.Linear(12, 16, bias=False)
+        self.net, self.head.weight = nn.Linear(12, 12), self.embed.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = (batch[0] * 4).long() % 16
+        self.trace.append(self.head.weight is self.embed.weight)
+        logits = self.head(self.net(self.embed(tokens[:, :-1])).relu())
+        return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
+
+
+@counted("tied weights that stay one tensor")
+def tied_weights() -> Built:
+    return traced(TiedWeights())
+
+
+class KeepsActivations(Net):
+    """Hooks on modules count calls, and keep the last activations for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.activations: dict[str, Tensor] = {}
+        for name, module in self.net.named_children():
+            module.register_forward_hook(self.keeper(name))
+        self.net[2].register_full_backward_hook(self.backward_hook)
+
+    def keeper(self, name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            self.counts[name] += 1
+            self.activations[name] = output
+
+        return keep
+
+    def backward_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self.counts["backward"] += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 1e-3 * sum(kept.abs().mean() for kept in self.activations.values())
+
+
+@counted("hooks on modules that count and keep the last activations")
+def activations_kept_by_hooks() -> Built:
+    module = KeepsActivations()
+
+    def evidence() -> Any:
+        return sorted(module.counts.items()), {name: type(kept).__name__ for name, kept in module.activations.items()}
+
+    return Built(module, rows(), evidence)
+
+
+# ---- autograd
+
+
+class CountedReversal(torch.autograd.Function):
+    calls: Counter[str] = Counter()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
+        CountedReversal.calls["forward"] += 1
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        CountedReversal.calls["backward"] += 1
+        return -ctx.strength * gradient, None
+
+
+class DomainAdversary(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.domain = nn.Linear(5, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        reversed_ = CountedReversal.apply(self.net(batch[0]), 0.1 * batch_idx)
+        return super().training_step(batch, batch_idx) + F.cross_entropy(self.domain(reversed_), batch[1] % 2)
+
+
+@counted("own torch.autograd.Function that counts its calls")
+def counted_gradient_reversal() -> Built:
+    CountedReversal.calls.clear()
+    return Built(DomainAdversary(), rows(), lambda: dict(CountedReversal.calls))
+
+
+class Checkpoints(Net):
+    """The user recomputes blocks: two calls for each step, which are the user's."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.use_reentrant = nn.Linear(8, 16), nn.Linear(16, 5), use_reentrant
+        self.net = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Tanh())
+        self.net[0].register_forward_hook(lambda *args: self.trace.append(torch.is_grad_enabled()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = checkpoint(self.net, self.first(batch[0]), use_reentrant=self.use_reentrant)
+        return F.cross_entropy(self.last(hidden), batch[1])
+
+
+@counted("torch.utils.checkpoint by the user")
+def checkpointing_by_the_user() -> Built:
+    return traced(Checkpoints(use_reentrant=False))
+
+
+@counted("torch.utils.checkpoint by the user, reentrant")
+def reentrant_checkpointing_by_the_user() -> Built:
+    return traced(Checkpoints(use_reentrant=True))
+
+
+class SlopePenalty(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        x.register_hook(lambda gradient: self.trace.append(tuple(gradient.shape)))
+        out = self.net(x)
+        (slope,) = torch.autograd.grad(out.logsumexp(-1).sum(), x, create_graph=True)
+        return F.cross_entropy(out, batch[1]) + 0.1 * slope.square().sum(-1).mean()
+
+
+@counted("gradient penalty by torch.autograd.grad, with a hook on the inputs")
+def penalty_on_slopes() -> Built:
+    module = SlopePenalty()
+    module.net[1] = module.net[3] = nn.Tanh()
+    return traced(module)
+
+
+class ParameterHooks(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.net[0].weight.register_hook(self.clamp)
+        self.net[4].bias.register_post_accumulate_grad_hook(self.accumulated)
+
+    def clamp(self, gradient: Tensor) -> Tensor:
+        self.counts["hook"] += 1
+        return gradient.clamp(-0.05, 0.05)
+
+    def accumulated(self, parameter: Tensor) -> None:
+        self.counts["accumulated"] += 1
+
+
+@counted("hooks on parameters: of gradients and after accumulation")
+def hooks_on_parameters() -> Built:
+    module = ParameterHooks()
+    return Built(module, rows(), lambda: dict(module.counts))
+
+
+class PerSample(Net):
+    """Samples with large gradients weigh less: torch.func over the parameters inside of the step."""
+
+    def loss_of_one(self, parameters: Any, x: Tensor, y: Tensor) -> Tensor:
+        self.trace.append(tuple(x.shape))
+        return F.cross_entropy(torch.func.functional_call(self.net, parameters, (x[None],)), y[None])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        parameters = {name: p.detach() for name, p in self.net.named_parameters()}
+        slopes = torch.func.vmap(torch.func.grad(self.loss_of_one), in_dims=(None, 0, 0))(parameters, x, y)
+        sizes = sum(slope.flatten(1).square().sum(-1) for slope in slopes.values())
+        return (F.cross_entropy(self.net(x), y, reduction="none") / (1 + sizes.sqrt())).mean()
+
+
+@counted("gradients per sample by torch.func")
+def gradients_per_sample() -> Built:
+    return traced(PerSample())
+
+
+class SparseTable(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 8, sparse=True)
+        self.table.weight.register_hook(lambda gradient: self.trace.append((gradient.is_sparse, gradient._nnz())))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((self.table((batch[0] * 10).long() % 64).mean(1), batch[1]), batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@counted("sparse embeddings, whose gradients a hook counts")
+def sparse_table() -> Built:
+    return traced(SparseTable())

@@ -447,7 +447,15 @@ def refine_observed(request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit)
     fit.close()
 
     def of_blocks() -> dict[str, Any]:
-        graph = fit.graph()
+        try:
+            graph = fit.graph()
+        except CaptureError as error:
+            if given.recompute:
+                raise CaptureError(
+                    f"{error}: leave '+recompute' out of the plan, whose blocks have to be seen"
+                ) from error
+            rank_zero_warn(f"topt: the blocks were not seen, so the plan stores the whole module as one: {error}")
+            return preset_plan(given.preset, mesh=mesh).to_dict()
         plan = given.of(graph, mesh)
         if graph.unused and not plan.keeps_gradients_whole:
             raise PlanError(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.cluster import Cluster
+from lightning_topt.graph.errors import CaptureError
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plugins import observed_fit
 from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks
@@ -190,6 +191,24 @@ def test_compiled_blocks_stay_compiled() -> None:
     for (expected, compiled, _), (losses, count, planned_by) in on_ranks(compile_counts):
         assert losses == expected and count == compiled > 0
         assert "torch.compile is in use" in planned_by
+
+
+def named_for_compiled(rank: int) -> tuple[list[float], list[float], str]:
+    losses = []
+    for strategy in (DDPStrategy(), AutoParallelStrategy(plan="zero3")):
+        torch.manual_seed(0)
+        module = Compiled()
+        make_trainer(strategy, devices=2, max_steps=4).fit(module, loader(4))
+        losses.append(module.losses)
+    with pytest.raises((CaptureError, RuntimeError)) as caught:
+        make_trainer(AutoParallelStrategy(plan="zero1+recompute"), devices=2, max_steps=4).fit(Compiled(), loader(4))
+    return losses[0], losses[1], str(caught.value)
+
+
+def test_blocks_that_are_not_seen_are_one_block_or_an_error() -> None:
+    for expected, found, message in on_ranks(named_for_compiled):
+        assert found == pytest.approx(expected, rel=1e-5) and len(found) == 4
+        assert "leave '+recompute' out of the plan" in message
 
 
 class Raises(RecordingGPT):

@@ -13,12 +13,19 @@ from lightning_topt.optim.pieces import Piece
 
 
 def check_can_be_split(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer that is sharded already, has no hooks around its step, or a parameter twice."""
+    """Raise ValueError for an optimizer that is sharded already, that moves parameters outside of its step, has no hooks around
+    it, or a parameter twice.
+    """
     name = type(optimizer).__name__
     if hasattr(optimizer, "consolidate_state_dict"):
         raise ValueError(f"{name} shards its state already; use one way of sharding")
     if not getattr(type(optimizer).step, "hooked", False) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ValueError(f"{name} does not call torch.optim.Optimizer.__init__; a parallel step needs its step hooks")
+    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):  # schedule-free ones
+        raise ValueError(
+            f"{name} moves parameters in train() and eval() by states that only one rank would have: keep its state whole "
+            "(plan='ddp', no ParallelOptimizerStep)"
+        )
     parameters = parameters_of(optimizer)
     if len(set(parameters)) != len(parameters):
         raise ValueError(f"{name} has a parameter twice; leave the second one out of its groups")

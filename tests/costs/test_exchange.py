@@ -158,7 +158,7 @@ def test_work_on_the_device_is_never_hidden() -> None:
     for overlap in (0.0, 1.0):
         cluster = replace(CLUSTER, overlap=overlap)
         step = PlanCosts(TrainingStep(graph, cluster, profile_of(graph), data_mesh(6), 1, exchange=OPTIONS[0]))
-        copies = 2 * 4 * (WEIGHT + BIAS) / DEVICE.memory_bandwidth  # into DDP's bucket
+        copies = 2 * 2 * 4 * (WEIGHT + BIAS) / DEVICE.memory_bandwidth  # into DDP's bucket, and back
         result = explain(step, {"": OpConfig.zero(0)})
         whole = model.worker_seconds("") + model.device_seconds("") + copies
         assert result.seconds["reduce"] == pytest.approx(whole)

@@ -59,7 +59,7 @@ KNOWN: dict[Any, dict[str, str]] = {
         "closure_asked_twice": WITHOUT_CLOSURE,
         "closure_asked_by_lbfgs": "missing 1 required positional argument: 'closure'",
         "steps_skipped_by_the_optimizer": WITHOUT_CLOSURE,
-        "schedule_free": "differs",  # eval() exchanges the weights of this rank's parameters only
+        "schedule_free": "moves parameters in train() and eval()",
         "two_optimizers_by_hand": "manual optimization runs under the plan 'ddp' only",
         "steps_that_return_nothing": "manual optimization runs under the plan 'ddp' only",
     },

@@ -13,12 +13,15 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from lightning_topt.costs.node_types import Link
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.own_batches import why_steps_may_differ
 from lightning_topt.plugins.pipeline_look import why_not_cut
 from tests.models import GPT
-from tests.plugins.test_turns import CLIPPED, FAST, SLOW, Case, OwnBatches, Rich, assert_equal, cluster, results_of
+from tests.plugins.test_turns import CLIPPED, FAST, Case, OwnBatches, Rich, assert_equal, cluster, results_of
 from tests.plugins.trainer_ranks import loader, make_trainer, on_ranks, topt_trainer
+
+SLOW = Link(1e-5, 1e6)
 
 
 class Staged(Rich):

@@ -96,10 +96,8 @@ class DataRanks(EngineCheckpoints):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        data = self._data_group
-        if data is not None and (
-            group is None or group is dist.group.WORLD
-        ):  # which modules of Lightning give for None
+        data, everyone = self._data_group, dist.group.WORLD  # which modules of Lightning give for None
+        if data is not None and (group is None or group is everyone):
             with nullcontext() if sync_grads else torch.no_grad():
                 gathered: Tensor = _Gathered.apply(self._whole(tensor).contiguous(), data)  # type: ignore[no-untyped-call]
                 return gathered

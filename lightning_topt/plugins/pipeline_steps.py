@@ -36,7 +36,7 @@ from lightning_topt.plugins.loss_kinds import (
     summands_of,
     without_trace,
 )
-from lightning_topt.plugins.member_batches import value_of_member
+from lightning_topt.plugins.member_batches import value_of_member, values_of_members
 from lightning_topt.plugins.metric_states import MetricChanges, take_over, uncounted
 from lightning_topt.plugins.pipeline_values import (
     Call,
@@ -156,9 +156,13 @@ class PipelineSteps:
             except ValueError as error:
                 verdict = str(error)
         verdict = value_of_member(verdict, self._row, member=self._teller, device=self._device)
-        if isinstance(verdict, str):
-            raise ValueError(verdict)
-        kinds: LossKinds = verdict
+        verdicts = [verdict]
+        if (data := self._engine.data_group) is not None:  # rows exchange their gradients in one way
+            verdicts = list(values_of_members(verdict, data, device=self._device))
+        for each in verdicts:
+            if isinstance(each, str):
+                raise ValueError(each)
+        kinds: LossKinds = next((each for each in verdicts if each.loss is not None), verdicts[0])
         return kinds
 
     # ---- evaluation -----------------------------------------------------------------------------------------------
@@ -239,7 +243,8 @@ class _Passes:
         self.scale, self._batch_idx = scale, batch_idx
         self.microbatches = [(batch,) for batch in parts.batches]
         self._places = {id(microbatch): index for index, microbatch in enumerate(self.microbatches)}
-        self.by_divisors = len(parts.batches) > 1 and kinds.loss != "sum" and not kinds.loops
+        splits = steps._engine.plan.num_microbatches > 1
+        self.by_divisors = splits and kinds.loss != "sum" and not kinds.loops
         self.finished: dict[int, Found] = {}
         self._summands: dict[int, Summands] = {}
         self._factors: dict[int, float] = {}

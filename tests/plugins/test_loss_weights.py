@@ -198,6 +198,30 @@ def test_rows_of_pipelines_average_their_means_as_ranks_of_ddp_do() -> None:
         assert_alike(found, expected[rank % 2])
 
 
+def one_row_tells(rank: int, ranks: int) -> Any:
+    """The first batch of the second data rank is of padding alone, so that this row does not know that its loss is a sum."""
+    torch.manual_seed(0)
+    module, data, row = Summed(), Padded(), rank % 2
+    batches = [[data[8 * step + 4 * row + index] for index in range(4)] for step in range(4)]
+    own = [(torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])) for batch in batches]
+    if row == 1:
+        own[0][1].fill_(IGNORED)
+    plan = {"mesh": {"pipeline": 2, "data": 2}, "schedule": "interleaved", "stages": 4, "num_microbatches": 2}
+    strategy: Any = "ddp" if ranks == 2 else AutoParallelStrategy(plan=plan, cluster=cluster(4))
+    loader: Any = DataLoader(own, batch_size=None)  # type: ignore[arg-type]
+    make_trainer(strategy, devices=ranks, use_distributed_sampler=False).fit(module, loader)
+    return module.losses, dict(module.state_dict())
+
+
+def test_rows_learn_from_one_another_how_the_loss_adds_up() -> None:
+    """They exchange gradients in the same order, whatever their own first batches have shown."""
+    losses, state = on_ranks(one_row_tells, 2)[0]
+    for found in on_ranks(one_row_tells, 4, world_size=4):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
+
+
 def test_stages_in_slices_know_their_padding() -> None:
     expected = fit("ignored")
     for found in on_ranks(in_slices, world_size=4):

@@ -63,7 +63,8 @@ class Engine:
     ) -> None:
         check_world_size(plan, dist.get_world_size())
         self.plan, self.module, self.device = plan, module, device
-        self._options = _with_views(options or RunOptions()) if plan.gradient_views else options or RunOptions()
+        options = options or RunOptions()
+        self._options = _with_views(options) if plan.gradient_views else options
         self._model: nn.Module = module
         self._optimizers: dict[Optimizer, AttachedOptimizer | StageOptimizer] = {}
         self._stages: PipelineRun | None = None  # of a plan with stages, once applied

@@ -240,9 +240,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.calls is not None:
                 self.calls.leave(frame.call, {})
         tensors, call = list(tensors_in(output)), frame.call
-        if (
-            kwargs and self._live
-        ):  # hooks for all modules see keywords at the end of a call alone, perhaps with more in them
+        # Hooks for all modules see keywords at the end of a call alone, perhaps with more in them.
+        if kwargs and self._live:
             call.inputs = [storage for storage in self.memory.within((args, kwargs)) if storage.made < call.enter]
         if self.calls is not None:
             self.calls.leave(call, kwargs)
@@ -322,12 +321,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_beside(self, func: OpOverload) -> bool:
         """Whether an operator of the backward pass is none of the recorded step's: DDP's, a loss scaler's, a logger's."""
         node = torch._C._current_autograd_node()
-        if (
-            node is None
-        ):  # DDP copies what came out of its buckets; before the first node, only the gradient of the loss
-            return (
-                func._schema.name != "aten::ones_like" or len(self.recording.kernel_ops) > self.recording.backward_start
-            )
+        # Without a node DDP copies what came out of its buckets; before the first one, only the gradient of the loss is made.
+        if node is None:
+            has_begun = len(self.recording.kernel_ops) > self.recording.backward_start
+            return func._schema.name != "aten::ones_like" or has_begun
         return node is self._reduced or self.nodes.is_between(node)
 
     def _record(self, index: int, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:

@@ -223,9 +223,8 @@ class _CallPurity:
             storage = self._memory.of(tensor)
             if storage is not None:
                 for each in self._open:
-                    if (
-                        storage.made < each.call.enter
-                    ):  # made in this step and not by this call: an argument, or else impure
+                    # Made in this step and not by this call: an argument, or else impure.
+                    if storage.made < each.call.enter:
                         each.read[id(storage)] = storage
                 continue
             address = tensor.untyped_storage()._cdata

@@ -15,7 +15,6 @@ In the place of a recorded step without a loss comes the next one. Where a plan 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -37,7 +36,7 @@ from typing_extensions import override
 from lightning_topt.basics.forked_call import ForkedCall
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.costs.cluster import Cluster, Device
-from lightning_topt.costs.compute import KernelKey
+from lightning_topt.costs.compute import KernelKey, kernel_key
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.node_types import Link
 from lightning_topt.costs.observed_optimizer import OptimizerObserver
@@ -55,16 +54,14 @@ from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plan.priced_plan import price_plan
 from lightning_topt.plan.search_request import SearchRequest
-from lightning_topt.plugins.allowed_exchanges import exchanges_of_run
 from lightning_topt.plugins.given_plans import UniformPlan
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
-from lightning_topt.plugins.searched_plan import choose_for, needs_whole_parameters, say
+from lightning_topt.plugins.searched_plan import RunCosts, choose_for, say, say_what_stays, search_request
 
 Decision = tuple[ParallelPlan, Planning | None, str]
 WATCHED_STEPS = 3
-_SEARCH_SECONDS = 3.0  # of a processor
 _PATIENCE_SECONDS = 120.0  # with a search beside training, whatever keeps it
 
 
@@ -241,11 +238,7 @@ class ObservedFit:
         step, forward = self.clock.median("step"), self.clock.median("forward")
         compute = self.clock.compute_seconds()
         if compute is None and forward is not None and kernels:
-            passed = sum(
-                kernel.count * kernels.get(key, 0.0)
-                for op in graph.ops
-                for kernel, key in ((k, (k.name, _text(k.arguments))) for k in op.backward)
-            )
+            passed = sum(k.count * kernels.get(kernel_key(k), 0.0) for op in graph.ops for k in op.backward)
             compute = forward + min(passed, self.clock.median("backward") or passed)
         return Observed(graph, kernels, self._optimizers, step, compute)
 
@@ -340,10 +333,6 @@ def why_not_watched() -> str | None:
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that get gradients, by all their names."""
     return {name: p for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
-
-
-def _text(arguments: Any) -> str:
-    return json.dumps(arguments, sort_keys=True)
 
 
 # ---- planning -----------------------------------------------------------------------------------------------------
@@ -462,8 +451,8 @@ def refine_observed(request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit)
                 f"this plan shards parameters, but the step gives {graph.unused[0]} no gradient, which only "
                 "DistributedDataParallel sees and answers; choose ZeRO level 0 or 1"
             )
-        if given.recompute and (reason := why_not_recomputed(graph)):
-            rank_zero_warn(f"topt: '+recompute' leaves blocks as they are: {reason}")
+        if given.recompute:
+            say_what_stays(graph)
         return plan.to_dict()
 
     return ParallelPlan.from_dict(on_rank_0(of_blocks)), None, "given"
@@ -528,24 +517,16 @@ def _cluster_of(request: PlanRequest, trainer: pl.Trainer) -> Cluster:
 
 def _search_request(request: PlanRequest, trainer: pl.Trainer, observed: Observed, cluster: Cluster) -> SearchRequest:
     """What to search on data axes; nothing of it refers to the trainer."""
-    ranks, graph = dist.get_world_size(), observed.graph
-    optimizer = observed.optimizers.profile(op_overhead_seconds=cluster.device.op_overhead_seconds)
-    if request.cluster is not None:  # of other machines, perhaps
-        optimizer = dataclasses.replace(optimizer, seconds_per_element={})
-    return SearchRequest(
-        graph,
+    costs = RunCosts(
+        observed.optimizers.profile(op_overhead_seconds=cluster.device.op_overhead_seconds),
         cluster,
-        optimizer,
-        device_counts=(ranks,),
-        global_batch_size=graph.batch_size * ranks,
-        shards=needs_whole_parameters(request, trainer, graph) is None,
-        exchanges=exchanges_of_run(request.allowed, trainer, optimizer),
-        kernel_seconds={} if request.cluster is not None else observed.kernel_seconds,
-        in_place=request.saves_memory,
-        gradient_views=request.gradient_views,
-        returns_memory=request.saves_memory,
-        max_seconds=_SEARCH_SECONDS,
+        observed.kernel_seconds,
     )
+    if request.cluster is not None:  # of other machines, perhaps
+        profile = dataclasses.replace(costs.optimizer, seconds_per_element={})
+        costs = dataclasses.replace(costs, optimizer=profile, kernel_seconds={})
+    wanted = search_request(request, trainer, observed.graph, costs)
+    return dataclasses.replace(wanted, in_place=request.saves_memory)
 
 
 def _search(request: PlanRequest, search: SearchRequest, observed: Observed) -> Planning:

@@ -75,8 +75,11 @@ class PlanRequest:
 
         Not where such a step, with all parameters and gradients whole, may be more than `device` has.
         """
-        by_name = isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
-        return by_name and module.automatic_optimization and 4 * _parameter_bytes(module) <= device_memory_bytes(device)
+        return (
+            self._is_by_block
+            and module.automatic_optimization
+            and 4 * _parameter_bytes(module) <= device_memory_bytes(device)
+        )
 
     @property
     def gradient_views(self) -> tuple[bool, ...]:
@@ -85,11 +88,15 @@ class PlanRequest:
             return (self.gradients_are_views,)
         return (False, True) if self.saves_memory else (False,)
 
+    @property
+    def _is_by_block(self) -> bool:
+        """Whether a uniform plan depends on which blocks there are."""
+        return isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
+
     def needs_batch(self, module: pl.LightningModule) -> bool:
         """Return whether the plan depends on how `module` takes a training step."""
-        by_name = isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
         return module.automatic_optimization and (
-            self.plan is None or by_name or isinstance(self.plan, MeshPlan | PipelinePlan)
+            self.plan is None or self._is_by_block or isinstance(self.plan, MeshPlan | PipelinePlan)
         )
 
     def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:

@@ -85,7 +85,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         graph = capture_on_ranks(trainer, batch)
         if isinstance(given, UniformPlan):
             plan = given.of(graph, mesh)
-            on_every_rank(lambda: check_features(plan, request, trainer, graph))
+            on_every_rank(lambda: _check_features(plan, request, trainer, graph))
             if given.recompute:
                 say_what_stays(graph)
             return plan, None, "given"
@@ -110,7 +110,7 @@ def _say_traced() -> None:
 
 
 def _given(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer) -> ParallelPlan:
-    on_every_rank(lambda: check_features(plan, request, trainer))
+    on_every_rank(lambda: _check_features(plan, request, trainer))
     if plan.schedule not in LAGS:
         return plan
     return ParallelPlan.from_dict(
@@ -143,7 +143,7 @@ def _pipeline(request: PlanRequest, trainer: pl.Trainer, batch: Any, given: Pipe
     choose = partial(choose_for, request, cluster=search.cluster)
     found = on_rank_0(lambda: choose_pipeline(given, mesh, search, choose=choose).to_dict())
     plan = ParallelPlan.from_dict(found)
-    on_every_rank(lambda: check_features(plan, request, trainer, graph))
+    on_every_rank(lambda: _check_features(plan, request, trainer, graph))
     say(plan)
     if given.recompute:
         say_what_stays(graph)
@@ -160,7 +160,9 @@ def _stale_weights(request: PlanRequest, trainer: pl.Trainer, given: PipelinePla
     return replace(request.stale, prediction=given.prediction or request.stale.prediction).weights(optimizer)
 
 
-def check_features(plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None) -> None:
+def _check_features(
+    plan: ParallelPlan, request: PlanRequest, trainer: pl.Trainer, graph: OpGraph | None = None
+) -> None:
     """Raise PlanError where something in this fit does not go together with `plan`, as far as that is seen before it runs."""
     levels = {block.block: block.config.storage.sharded_axes("gradients") for block in plan.blocks}
     split = {f"{b.block}.{name}".lstrip(".") for b in plan.blocks for name, _ in b.config.parameters}

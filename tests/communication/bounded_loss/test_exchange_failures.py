@@ -200,8 +200,8 @@ def test_wrong_datagrams_change_nothing():
         sums, outcomes = step(ranks, values)
         np.testing.assert_array_equal(sums[0], values[0] + values[1])
         assert sum(outcome.lost_share for outcome in outcomes) == 0
-        statistics = ranks[0].statistics()
-        assert statistics.rejected > 8000 and statistics.late == 0
+        # Not `late`: on a busy machine the peer repeats its own datagrams, and these count as late.
+        assert ranks[0].statistics().rejected > 8000
 
 
 def _own_socket(exchange):

@@ -12,6 +12,7 @@ from lightning_topt.graph.capture import CaptureError, capture, may_need_values
 from lightning_topt.graph.meta_build import is_on_meta
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.sample_counts import batch_sizes
+from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.plugins.example_batch import batches_of
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
@@ -65,19 +66,21 @@ def capture_batches(
         "forward_context": trainer.precision_plugin.forward_context,
         "device": trainer.strategy.root_device.type,
     }
-    trace, real = FunctionTrace() if splits else None, False
+    trace, reads_values = FunctionTrace() if splits else None, False
     traced = {**given, "adapt": None if trace is None else trace.of}
     try:
         graph, sizes = capture(model, batch, second_batch=second_batch, **traced), batch_sizes(batch, second_batch)
     except Exception as error:
         # As it is, for the trainer's own number of ranks: how the step grows with the batch stays unknown.
-        real = may_need_values(error)
-        if not real and not isinstance(error, CaptureError):
+        reads_values = may_need_values(error)
+        if not reads_values and not isinstance(error, CaptureError):
             raise
-        if real and is_on_meta(model):
+        if reads_values and is_on_meta(model):
             raise NeedsValues from error
-        trace = None if real else trace
-        graph = capture(model, batch, batch_scaling=False, real=real, **given if real else traced)
+        if reads_values:
+            trace, graph = None, observe_step(model, batch, forward_context=given["forward_context"])
+        else:
+            graph = capture(model, batch, batch_scaling=False, **traced)
         second_batch, sizes = None, (graph.batch_size, graph.batch_size)
     split = None if trace is None else SplitModel(model, batch, graph, trace, second_batch, **given)
-    return ExampleStep(graph, sizes[0], split, reads_values=real, batch=batch)
+    return ExampleStep(graph, sizes[0], split, reads_values=reads_values, batch=batch)

@@ -34,10 +34,11 @@ from lightning_topt.execution.engine import Engine
 from lightning_topt.execution.pipeline.pipeline_run import Example
 from lightning_topt.execution.tensor_chunks import TensorChunks
 from lightning_topt.graph.fake import fake_copy
-from lightning_topt.graph.real import filled_copy, real_batch
+from lightning_topt.graph.module_copy import filled_copy
 from lightning_topt.graph.sample_counts import fake_batch
 from lightning_topt.graph.silence import VALUE_NEEDED, silence
 from lightning_topt.graph.step_run import CPU, call_training_step, loss_of
+from lightning_topt.graph.structures import copied_batch
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.schedules.continuous import LAGS
@@ -238,7 +239,7 @@ def rehearse_rank(
                 f"optimizer state take about {needed / 2**30:.1f} GiB"
             )
         options = RunOptions(hook=_note_bucket, hook_state=calls)
-        run = ObservedRun(plan, filled_copy(module), real_batch(batch), options=options, **given)
+        run = ObservedRun(plan, filled_copy(module), copied_batch(batch), options=options, **given)
     else:
         copied, mode = fake_copy(module)
         with mode:

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_topt.graph.collective_ops import is_collective, run_collective
+from lightning_topt.graph.collective_ops import is_collective, skip_collective
 from lightning_topt.graph.kernels import QUERIES, Frozen, freeze
-from lightning_topt.graph.real import Backups
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.graph.writes import is_strided, written_tensors
 
@@ -61,25 +60,18 @@ class CallTrace:
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that traces the calls within `call`. `outside`: tensors that exist before; `backups` as for `Recorder`."""
+    """A mode that traces the calls within `call`. `outside`: tensors that exist before."""
 
-    def __init__(self, outside: Iterable[Tensor], *, backups: Backups | None) -> None:
+    def __init__(self, outside: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._open: list[CallTrace] = []
-        self._backups = backups
         self._serials: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._versions: dict[int, int] = {}
-        self._made: set[int] = set()
         self._count = 0
         self._outside = [tensor for tensor in outside if is_strided(tensor)]
         for tensor in self._outside:
             self._serial(tensor, "met")
-
-    @property
-    def is_real(self) -> bool:
-        """Whether tensors have values."""
-        return self._backups is not None
 
     @contextmanager
     def call(self) -> Iterator[CallTrace]:
@@ -96,17 +88,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.name in QUERIES:  # made by some calls of a module and not by others
             return func(*args, **kwargs)
         written = written_tensors(func, args, kwargs)
-        if self._backups is not None:
-            for tensor in tensors_in((args, kwargs)):  # before a view of it is met
-                if is_strided(tensor):
-                    self._serial(tensor, "met")
-            self._backups.before_write(t for t in written if self._serial(t, "met") not in self._made)
         if self._open:
             self._note(func, args, kwargs)
-        if is_collective(func):
-            out = run_collective(func, args, kwargs, real=self._backups is not None)
-        else:
-            out = func(*args, **kwargs)
+        out = skip_collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
         for tensor in written:
             serial = self._serial(tensor, "made")
             self._versions[serial] = self._versions.get(serial, 0) + 1
@@ -141,8 +125,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._serials[address]
         self._count += 1
         self._serials[address] = self._count
-        if kind == "made":
-            self._made.add(self._count)
         for call in self._open:
             call.own[self._count] = kind, len(call.own)
 

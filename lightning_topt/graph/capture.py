@@ -33,7 +33,6 @@ def capture(
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
     batch_scaling: bool = True,
-    real: bool = False,
     adapt: Adapt | None = None,
     like: OpGraph | None = None,
     one_recording: bool = False,
@@ -53,10 +52,6 @@ def capture(
             than ``"cpu"`` needs such a device in this machine, but none of its memory.
         batch_scaling: whether to learn how amounts grow with the batch. False captures one step of `batch` as it is, of
             any structure, and the graph holds for batches of its size only.
-        real: run on real tensors, for steps that depend on values. Memory and time are those of a training step (without
-            gradients and optimizer state); parameters and buffers keep their values. Collectives of the step are real, so
-            every rank has to capture at the same time. `device` is then the one on which `module` and `batch` are, and
-            amounts scale only with a `second_batch`.
         adapt: is called with every copy of `module` that runs, on fake tensors, may change it, and returns a context around its
             forward, inside of `forward_context`.
         like: the graph of the same module without `adapt`: its blocks are taken, and what it says of second calls.
@@ -65,18 +60,18 @@ def capture(
 
     Raises:
         CaptureError: the step depends on values of tensors or uses an operator without a shape-only implementation
-            (`needs_values` is then true); it runs other operators on a larger batch, returns no loss, has no trainable
-            parameter or lazy ones, or the module optimizes manually. The message names the operator, the line and a way
-            out.
+            (`needs_values` is then true, and `observe_step` may help); it runs other operators on a larger batch, returns no
+            loss, has no trainable parameter or lazy ones, or the module optimizes manually. The message names the operator,
+            the line and a way out.
         ValueError: this machine has no such `device`, or the options contradict one another.
         Exception: whatever `training_step` itself raises; see `may_need_values`.
     """
     _check(module)
     _check_device(torch.device(device))
-    _check_options(module, second_batch, batch_scaling=batch_scaling, real=real, device=torch.device(device))
-    step = StepRun(module, forward_context, torch.device(device), real, adapt)
-    collection = nullcontext() if real else no_collection()
-    with no_trace(module), torch.compiler.set_stance("force_eager"), collection:
+    if second_batch is not None and not batch_scaling:
+        raise ValueError("batch_scaling=False captures one batch; leave out second_batch")
+    step = StepRun(module, forward_context, torch.device(device), adapt)
+    with no_trace(module), torch.compiler.set_stance("force_eager"), no_collection():
         if not batch_scaling:
             copied, recording, input_bytes = step.record(batch, unlike=set())
             size = common_size(batch)
@@ -88,7 +83,7 @@ def capture(
                 input_bytes=(input_bytes, input_bytes),
             )
             return _finish(graph, step, batch, recording=recording, like=like)
-        if like is not None and one_recording and not real:
+        if like is not None and one_recording:
             found = _from_one_recording(step, batch, like)
             if found is not None:
                 return found
@@ -114,7 +109,7 @@ def _capture_two_sizes(step: StepRun, batch: Any, second_batch: Any | None, like
     sizes = batch_sizes(batch, second_batch)
     # Each run: a batch, its samples, and how many to make of them.
     small, large = (batch, sizes[0]), (batch, sizes[0]) if second_batch is None else (second_batch, sizes[1])
-    if sizes[0] == 1 and not step.real:
+    if sizes[0] == 1:
         # A dimension of size one is special to operators (views instead of copies): capture larger batches.
         small, sizes = large, (2, 4)
     unlike: set[Hashable] = set()
@@ -158,8 +153,6 @@ def _finish(
         return _as_in(like, graph)
     calls = Counter(call.module for call in graph.step.calls)
     candidates = [call.module for call in graph.step.calls if calls[call.module] == 1 and may_repeat(call)]
-    if step.real and recording.has_collectives:
-        candidates = []  # ranks might differ in them, and would wait for one another
     repetitions = recording.repetitions
     found = find_repeatable(step, batch, candidates=candidates, samples=samples, repetitions=repetitions)
     graph = _marked(graph, found)
@@ -183,17 +176,6 @@ def _check(module: nn.Module) -> None:
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise CaptureError(f"{type(module).__name__} has no trainable parameters, so there is nothing to plan")
-
-
-def _check_options(
-    module: nn.Module, second_batch: Any, *, batch_scaling: bool, real: bool, device: torch.device
-) -> None:
-    if second_batch is not None and not batch_scaling:
-        raise ValueError("batch_scaling=False captures one batch; leave out second_batch")
-    if real and batch_scaling and second_batch is None:
-        raise ValueError("a real batch cannot be resized; pass a second_batch, or batch_scaling=False")
-    if real and (types := {p.device.type for p in module.parameters()}) != {device.type}:
-        raise ValueError(f"real=True runs where the parameters are, on {sorted(types)}; pass this as device")
 
 
 def _check_device(device: torch.device) -> None:

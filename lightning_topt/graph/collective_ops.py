@@ -27,9 +27,9 @@ def is_collective(func: OpOverload) -> bool:
     return func.namespace in NAMESPACES
 
 
-def run_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, real: bool) -> Any:
-    """Return what `func` returns. Unless `real` nothing is sent: outputs stay as they are, and the work is finished."""
-    if real or func.namespace != "c10d":  # functional collectives have shape-only kernels
+def skip_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what `func` returns, but send nothing: outputs stay as they are, and the work is finished."""
+    if func.namespace != "c10d":  # functional collectives have shape-only kernels
         return func(*args, **kwargs)
     results = [_finished() if "Work" in str(result.type) else args[0] for result in func._schema.returns]
     return results[0] if len(results) == 1 else tuple(results) or None

@@ -32,7 +32,7 @@ FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
 class CaptureError(ValueError):
     """The module's training step cannot be captured; the message says why, where, and what to do instead.
 
-    `needs_values`: a capture on real tensors (``capture(real=True)``) may succeed.
+    `needs_values`: a real step, which is watched (`observe_step`), may succeed.
     """
 
     def __init__(self, message: str, *, needs_values: bool = False) -> None:
@@ -76,13 +76,12 @@ def explain(error: Exception, failed: object) -> CaptureError | None:
     return None
 
 
-def annotate(error: Exception, *, real: bool) -> None:
+def annotate(error: Exception) -> None:
     """Say on the user's own exception that the capture was running (Python 3.11 has the means)."""
     with suppress(AttributeError):  # an exception with slots
-        error.needs_values = not real  # type: ignore[attr-defined]
+        error.needs_values = True  # type: ignore[attr-defined]
     if hasattr(error, "add_note"):
-        tensors = "a copy of the module" if real else "fake tensors"
-        error.add_note(f"raised while lightning_topt ran training_step on {tensors} to capture it. {WAY_OUT}")
+        error.add_note(f"raised while lightning_topt ran training_step on fake tensors to capture it. {WAY_OUT}")
 
 
 def user_line(error: BaseException) -> str:

@@ -22,11 +22,10 @@ from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.flow_recorder import FlowRecorder
 from lightning_topt.graph.flow_units import check_units
 from lightning_topt.graph.no_trace import no_trace
-from lightning_topt.graph.real import real_batch
 from lightning_topt.graph.sample_counts import fake_batch
 from lightning_topt.graph.silence import runs_metrics
 from lightning_topt.graph.step_flow import StepFlow
-from lightning_topt.graph.structures import tensors_in
+from lightning_topt.graph.structures import copied_batch, tensors_in
 
 ADVICE = "Give a plan without a pipeline, or named blocks that contain this code."
 READS_VALUES = {Tensor.__format__, Tensor.numpy, Tensor.tolist, Tensor.__array__}
@@ -75,7 +74,7 @@ def _attempt(
 ) -> StepFlow:
     with no_trace(module), torch.compiler.set_stance("force_eager"):
         copied, mode = fake_copy(module, device=device)
-        own_batch = real_batch(batch)
+        own_batch = copied_batch(batch)
         if not has_values:
             with mode:
                 own_batch = fake_batch(batch, samples=(1, 1), device=device)

@@ -48,6 +48,23 @@ class TensorCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def filled_copy(module: T) -> T:
+    """Return a deep copy with memory of its own on the CPU: the values of `module`, zeros where it is on the meta device."""
+    return copy_module(module, _Filled(torch.device("cpu")), fake=False)
+
+
+class _Filled(TensorCopies):
+    """Tensors with memory of their own."""
+
+    def convert(self, tensor: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            new = torch.empty_like(tensor, device=self.device)
+            new = new.zero_() if tensor.is_meta else new.copy_(tensor)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(new, requires_grad=tensor.requires_grad)
+            return new.requires_grad_(tensor.requires_grad)
+
+
 def copy_module(module: T, copies: TensorCopies, *, fake: bool) -> T:
     """Return a deep copy of `module` with its tensors converted by `copies`, which logs and prints nothing.
 

@@ -3,8 +3,7 @@
 with no_trace(module):
     copy.training_step(batch, 0)
 
-Files, sockets, iterators that something else advances, and the values of tensors are out of scope; a capture on real
-tensors takes care of the latter (`graph.real.Backups`).
+Files, sockets, iterators that something else advances, and the values of tensors are out of scope.
 """
 
 from __future__ import annotations

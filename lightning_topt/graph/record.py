@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topt.graph.autograd_nodes import AutogradNodes
-from lightning_topt.graph.collective_ops import is_collective, run_collective
+from lightning_topt.graph.collective_ops import is_collective, skip_collective
 from lightning_topt.graph.fake import fake_device
 from lightning_topt.graph.kernels import (
     ALLOCATIONS,
@@ -39,7 +39,6 @@ from lightning_topt.graph.kernels import (
 from lightning_topt.graph.live_storages import LiveStorages, shape_of
 from lightning_topt.graph.observed_calls import ObservedCall
 from lightning_topt.graph.one_recording import measure_at_sizes
-from lightning_topt.graph.real import Backups
 from lightning_topt.graph.recording import OUTSIDE, Call, OpRecord, Recording, Storage
 from lightning_topt.graph.structures import tensors_in
 from lightning_topt.graph.writes import is_strided, written_tensors
@@ -92,8 +91,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         module: the copy that will run; hooks are put on its submodules and its parameters.
         outside: further tensors that exist before the pass (the batch).
-        backups: keeps what the pass on real tensors writes to and others own; None for fake tensors. With it collectives
-            are real, and gradients are released as soon as they are complete.
         resizes: the mode of a pass on `PRIME` batches, whose kernels are measured at other sizes too (see `one_recording`).
         live: `module` is the one that trains, in a step of its own (see `step_observer`): nothing is changed or put back,
             collectives are real, and what runs beside the step's operators, such as DDP's buckets, is left out.
@@ -104,7 +101,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module: nn.Module,
         outside: Iterable[Tensor],
         *,
-        backups: Backups | None = None,
         resizes: FakeTensorMode | None = None,
         live: bool = False,
     ) -> None:
@@ -112,8 +108,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.failed: OpOverload | None = None
         self.problem: Exception | None = None  # of a live recording, which ends there; the step goes on
-        self._backups, self._resizes, self._live = backups, resizes, live
-        self._is_real = live or backups is not None
+        self._resizes, self._live = resizes, live
         self.supports_higher_order_operators = live
         self._handles: list[RemovableHandle] = []
         self._reduced: Any = None  # the autograd node whose gradient is complete, and goes to DDP's buckets
@@ -125,8 +120,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameters = {
             p.untyped_storage()._cdata: name for name, p in reversed(list(module.named_parameters())) if is_strided(p)
         }
-        copied = (t for t in (*module.buffers(), *outside) if is_strided(t))
-        self._own = {tensor.untyped_storage()._cdata for tensor in copied} - self._parameters.keys()
         self._measured: dict[Frozen, Measured] = {}
         self._counts: Counter[str] = Counter()
         self._frames: list[_Frame] = []
@@ -269,8 +262,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if storage.gradient_of is None:
                     storage.gradient_of = name
                     todo += storage.parts
-            if self._backups is not None:
-                parameter.grad = None
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
@@ -292,12 +283,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._live_dispatch(func, args, kwargs)
         index = self._backward_op() if self.is_backward else self._forward_op(func)
         self.failed = func
-        self._keep(func, args, kwargs)
         if is_collective(func):
             self.recording.has_collectives = True
             if self.observed is not None:
                 self.observed.is_like_others = False
-            out = run_collective(func, args, kwargs, real=self._is_real)
+            out = skip_collective(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         self.failed = None
@@ -418,12 +408,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for source in sources:
             if source.op != index:
                 self.recording.edges.setdefault((source.op, index), source.shape)
-
-    def _keep(self, func: OpOverload, args: Any, kwargs: Any) -> None:
-        """Back up what `func` is going to write to, if it is not of this recording."""
-        if self._backups is not None:
-            foreign = (t for t in written_tensors(func, args, kwargs) if t.untyped_storage()._cdata not in self._own)
-            self._backups.before_write(t for t in foreign if self.memory.of(t) is None)
 
     def _write(self, index: int, func: OpOverload, args: Any, kwargs: Any) -> None:
         for tensor in written_tensors(func, args, kwargs):

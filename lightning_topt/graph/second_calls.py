@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_topt.graph.call_trace import CallTrace, Trace
 from lightning_topt.graph.observed_calls import ObservedCall, rebuild
@@ -54,15 +53,14 @@ def find_repeatable(
         with step.prepared(batch, samples=samples) as prepared:
             copied, inputs = prepared.module, prepared.batch
             outside = [*copied.parameters(), *copied.buffers(), *tensors_in(inputs)]
-            trace = Trace(outside, backups=prepared.backups)
+            trace = Trace(outside)
             for path, model in left_out.items():
-                assert prepared.mode is not None
                 vars(copied.get_submodule(path))["forward"] = _left_out(model, prepared.mode, trace)
             run = _Run()
             calls = {path: _Candidate(copied.get_submodule(path)) for path in wanted if not _around(path, left_out)}
             for candidate in calls.values():
                 candidate.watch(trace, run)
-            with step.forward_context(), trace, _saved(trace, keep=True):
+            with step.forward_context(), trace:
                 call_training_step(copied, inputs)
             counts = Counter(map(id, run.order))
             run.is_over = True
@@ -149,7 +147,7 @@ class _Candidate:
                 outer.inside.append(self)
             run.order.append(self)
             run.under_way.append(self)
-            self.args, self.kwargs, self.surroundings = args, kwargs, _Surroundings(real=trace.is_real)
+            self.args, self.kwargs, self.surroundings = args, kwargs, _Surroundings()
             try:
                 with trace.call() as self.first:
                     return self.forward(*args, **kwargs)
@@ -174,7 +172,7 @@ class _Candidate:
         roots = [self.module, self.args, self.kwargs]
         before, drawn = describe(roots), _drawn()
         try:
-            with self.surroundings.again(), torch.enable_grad(), _saved(trace, keep=False), trace.call() as second:
+            with self.surroundings.again(), torch.enable_grad(), trace.call() as second:
                 self.forward(*self.args, **self.kwargs)
         except Exception:
             return False
@@ -182,33 +180,17 @@ class _Candidate:
         return same_python and not second.has_effects and second.equals(self.first)
 
 
-def _saved(trace: Trace, *, keep: bool) -> AbstractContextManager[Any]:
-    """Let real tensors that autograd saves for a backward pass, which does not come, take no memory unless `keep`.
-
-    A call with hooks runs other operators than one without, so that the first one needs them too.
-    """
-    if not trace.is_real:
-        return nullcontext()
-    return saved_tensors_hooks(lambda tensor: tensor if keep else None, lambda saved: saved)
-
-
 class _Surroundings:
-    """`_Surroundings` are what `torch.utils.checkpoint` sets back before it calls again: random states and autocast."""
+    """The autocast that `torch.utils.checkpoint` sets back before it calls again; fake tensors draw no random numbers."""
 
-    def __init__(self, *, real: bool) -> None:
+    def __init__(self) -> None:
         uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self.random = torch.get_rng_state() if real else None  # fake tensors are not drawn
-        self.cuda = torch.cuda.get_rng_state_all() if real and uses_cuda else []
         kinds = ("cpu", "cuda") if uses_cuda else ("cpu",)
         self.casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         with ExitStack() as stack:
-            if self.random is not None:
-                torch.set_rng_state(self.random)
-            if self.cuda:
-                torch.cuda.set_rng_state_all(self.cuda)
             for kind, enabled, dtype in self.casts:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
             yield

@@ -25,7 +25,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -38,12 +38,14 @@ from lightning_topt.graph.blocks import choose_blocks, may_repeat
 from lightning_topt.graph.collective_ops import is_collective
 from lightning_topt.graph.errors import CaptureError
 from lightning_topt.graph.live_storages import LiveStorages
+from lightning_topt.graph.module_copy import filled_copy
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.python_state import describe, describe_surroundings
 from lightning_topt.graph.record import Recorder
 from lightning_topt.graph.recording import Call
 from lightning_topt.graph.sample_counts import common_size
-from lightning_topt.graph.structures import tensors_in
+from lightning_topt.graph.step_run import call_training_step, loss_of
+from lightning_topt.graph.structures import copied_batch, tensors_in
 from lightning_topt.graph.writes import is_strided
 
 _PLAIN = (Tensor, bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -119,6 +121,24 @@ class StepObserver:
         modules = tuple(dataclasses.replace(m, repeatable=m.path in pure) for m in graph.step.modules)
         graph = dataclasses.replace(graph, step=dataclasses.replace(graph.step, modules=modules))
         return graph.with_blocks(choose_blocks(graph))
+
+
+def observe_step(
+    module: nn.Module, batch: Any, *, forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> OpGraph:
+    """Run one real step of a copy of `module` on the CPU, and return its graph, for batches of the size of `batch`.
+
+    For commands, in a process of their own: the copy is silent, but its code runs, and may leave traces in this process.
+    Raises CaptureError where the step was not seen whole, and whatever the step itself raises.
+    """
+    copied = filled_copy(module)
+    observer = StepObserver(copied, (batch := copied_batch(batch)))
+    with torch.enable_grad():
+        with observer.forward(), forward_context():
+            loss = loss_of(call_training_step(copied, batch))
+        with observer.backward(loss):
+            loss.backward()  # type: ignore[no-untyped-call]
+    return observer.graph()
 
 
 class ModuleState:

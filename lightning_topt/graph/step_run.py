@@ -18,7 +18,6 @@ from lightning_topt.graph.errors import WAY_OUT, CaptureError, annotate, explain
 from lightning_topt.graph.expand import expand
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.observed_calls import Surprise
-from lightning_topt.graph.real import Backups, real_batch, real_copy
 from lightning_topt.graph.record import Recorder
 from lightning_topt.graph.recording import Recording
 from lightning_topt.graph.repeated_calls import RepeatedCalls
@@ -32,26 +31,24 @@ Adapt = Callable[[nn.Module], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A copy of a module and of a batch, under whose modes a step can run: `mode` on fake tensors, `backups` on real ones."""
+    """Fake copies of a module and of a batch, and the mode under which a step of them runs."""
 
     module: nn.Module
     batch: Any
-    mode: FakeTensorMode | None = None
-    backups: Backups | None = None
+    mode: FakeTensorMode
 
 
 @dataclass(frozen=True)
 class StepRun:
     """A training step of `module`: `forward_context` makes a context around it, `device` is the type that trains.
 
-    `real`: it runs on the memory of `module` itself, which is put back as it was, instead of on fake tensors. `adapt` may
-    change the copy that is recorded before anything looks at it, and returns a context around its forward, inside of the other.
+    `adapt` may change the copy that is recorded before anything looks at it, and returns a context around its forward, inside
+    of the other.
     """
 
     module: nn.Module
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     device: torch.device = CPU
-    real: bool = False
     adapt: Adapt | None = None
 
     @cached_property
@@ -62,13 +59,9 @@ class StepRun:
     def prepared(self, batch: Any, *, samples: tuple[int, int] = (1, 1)) -> Iterator[Prepared]:
         """Give a copy of the module and of `batch` resized (see `fake_batch`), under whose modes a step can run."""
         with torch.enable_grad():
-            if self.real:
-                with Backups().restored() as backups:
-                    yield Prepared(real_copy(self.module), real_batch(batch), backups=backups)
-            else:
-                copied, mode = fake_copy(self.module, device=self.device)
-                with mode:
-                    yield Prepared(copied, fake_batch(batch, samples=samples, device=self.device), mode=mode)
+            copied, mode = fake_copy(self.module, device=self.device)
+            with mode:
+                yield Prepared(copied, fake_batch(batch, samples=samples, device=self.device), mode)
 
     def record(
         self,
@@ -85,7 +78,7 @@ class StepRun:
 
         Raises CaptureError, with `needs_values` where real tensors would help, or whatever the step itself raises.
         """
-        while unlike is not None and not self.real and len(unlike) <= MAX_SURPRISES:
+        while unlike is not None and len(unlike) <= MAX_SURPRISES:
             recorder: list[Recorder] = []
             try:
                 copied, recording, size = self._record_once(batch, samples, unlike, recorder, resizes)
@@ -111,11 +104,11 @@ class StepRun:
                 copied, leaves = prepared.module, list(tensors_in(prepared.batch))
                 inner = nullcontext() if self.adapt is None else self.adapt(copied)
                 calls = None
-                if unlike is not None and prepared.mode is not None:
+                if unlike is not None:
                     alike = {path: key for path, key in self._equal_modules.items() if key not in unlike}
                     calls = RepeatedCalls(copied, prepared.mode, modules=alike)
                 mode = prepared.mode if resizes else None
-                recorders.append(recorder := Recorder(copied, leaves, backups=prepared.backups, resizes=mode))
+                recorders.append(recorder := Recorder(copied, leaves, resizes=mode))
                 if calls is not None:
                     calls.install(recorder)
                 with recorder.forward(), self.forward_context(), inner:
@@ -127,10 +120,10 @@ class StepRun:
         except (CaptureError, Surprise):
             raise
         except Exception as error:
-            explained = None if self.real else explain(error, recorders[0].failed if recorders else None)
+            explained = explain(error, recorders[0].failed if recorders else None)
             if explained is not None:
                 raise explained from error
-            annotate(error, real=self.real)
+            annotate(error)
             raise
 
 

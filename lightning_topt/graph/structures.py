@@ -51,6 +51,11 @@ def map_tensors(value: Any, function: Callable[[Any], Any], *, also: Callable[[A
     return copied
 
 
+def copied_batch(batch: Any) -> Any:
+    """Return `batch` with copies of its tensors."""
+    return map_tensors(batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a batch in the order of `map_tensors`."""
     if isinstance(value, Tensor):

@@ -47,7 +47,7 @@ from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import check_agreement
 from lightning_topt.plugins.read_options import check_planner_options, read_cluster, read_memory_limit, read_plan_option
-from lightning_topt.plugins.run_plan import decide_plan
+from lightning_topt.plugins.run_plan import UNTIL_WATCHED, decide_plan
 from lightning_topt.plugins.sharded_clipping import clip_sharded
 from lightning_topt.plugins.step_monitor import StepMonitor
 from lightning_topt.techniques.ddp_wrapper import bytes_of_buckets, register_hook, wrap_in_ddp
@@ -171,8 +171,7 @@ class AutoParallelStrategy(DataRanks):
                 self._plan(trainer, partial(decide_plan, self.request, trainer, None))
             if self.parallel_plan is not None and self.parallel_plan.keeps_gradients_whole:
                 self._start_plan(trainer, None)
-                if refines:
-                    self._observe(steps=1)
+                self._observe_more()
 
     def _set_up_evaluation(self, trainer: pl.Trainer) -> None:
         """As ddp does; where the last fit evaluated in shards, in these again, which the device is known to hold."""
@@ -203,6 +202,15 @@ class AutoParallelStrategy(DataRanks):
         self._attach_optimizers()
         self.setup_precision_plugin()
         _optimizers_to_device(self.optimizers, self.root_device)
+        self._observe_more()
+
+    def _observe_more(self) -> None:
+        """Watch steps where the plan that has begun is not the last one."""
+        assert self.parallel_plan is not None
+        if self.planned_by == UNTIL_WATCHED:
+            self._observe(steps=self.watch_steps)
+        elif self.request.is_by_block and len(self.parallel_plan.blocks) == 1:
+            self._observe(steps=1)
 
     def _observe(self, *, steps: int) -> None:
         """Watch the next `steps` steps."""
@@ -228,9 +236,8 @@ class AutoParallelStrategy(DataRanks):
             if self.parallel_plan is None:
                 self._plan(trainer, partial(decide_plan, self.request, trainer, batch))
             self._start_plan(trainer, batch)
-            if self.request.refines(self.lightning_module, self.root_device):
-                self._observe(steps=1)
-                fit = self._watched_fit
+            self._observe_more()
+            fit = self._watched_fit
         if fit is not None and fit.begin_batch(batch_idx, accumulate=trainer.accumulate_grad_batches):
             if self._observed_planning is None:
                 self._observed_planning = ObservedPlanning(self.request, trainer, fit)
@@ -248,7 +255,7 @@ class AutoParallelStrategy(DataRanks):
         assert plan is not None
         if engine is None or not self._running:
             self._start_plan(trainer, batch)
-        elif plan.keeps_gradients_whole:
+        elif plan.keeps_gradients_whole and self.request.plan is not None:
             engine.recompute(plan)
         else:
             self._unclip_gradients()

@@ -75,11 +75,11 @@ class PlanRequest:
 
         Not where such a step, with all parameters and gradients whole, may be more than `device` has.
         """
-        return (
-            self._is_by_block
-            and module.automatic_optimization
-            and 4 * _parameter_bytes(module) <= device_memory_bytes(device)
-        )
+        return self.is_by_block and module.automatic_optimization and self.may_begin_whole(module, device)
+
+    def may_begin_whole(self, module: pl.LightningModule, device: torch.device) -> bool:
+        """Return whether a step with whole parameters, gradients and two moments should fit on `device`."""
+        return 4 * _parameter_bytes(module) <= device_memory_bytes(device)
 
     @property
     def gradient_views(self) -> tuple[bool, ...]:
@@ -89,14 +89,14 @@ class PlanRequest:
         return (False, True) if self.saves_memory else (False,)
 
     @property
-    def _is_by_block(self) -> bool:
+    def is_by_block(self) -> bool:
         """Whether a uniform plan depends on which blocks there are."""
         return isinstance(self.plan, UniformPlan) and (self.plan.shards_gradients or self.plan.recompute)
 
     def needs_batch(self, module: pl.LightningModule) -> bool:
         """Return whether the plan depends on how `module` takes a training step."""
         return module.automatic_optimization and (
-            self.plan is None or self._is_by_block or isinstance(self.plan, MeshPlan | PipelinePlan)
+            self.plan is None or self.is_by_block or isinstance(self.plan, MeshPlan | PipelinePlan)
         )
 
     def may_shard_for_memory(self, module: pl.LightningModule, device: torch.device) -> bool:

@@ -45,7 +45,9 @@ def _first_difference(one: Any, two: Any) -> tuple[Any, Any]:
 
 
 class RemotePlanningError(RuntimeError):
-    """Planning failed on another rank; the message is that rank's."""
+    """Planning failed on another rank; the message is that rank's, and so is `needs_values` (see `CaptureError`)."""
+
+    needs_values = False
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
@@ -68,13 +70,16 @@ def _share(function: Callable[[], T], *, only_rank_0: bool) -> T:
             if is_of_collective(caught):
                 raise  # a rank is gone: the next collective call would wait for it again
             error = caught
-    messages: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+    mine = None if error is None else (f"{type(error).__name__}: {error}", getattr(error, "needs_values", False))
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, mine)
     if error is not None:
         raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RemotePlanningError(f"planning failed on rank {rank}: {message}")
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            remote = RemotePlanningError(f"planning failed on rank {rank}: {problem[0]}")
+            remote.needs_values = problem[1]
+            raise remote
     if only_rank_0:
         box = [result]
         dist.broadcast_object_list(box, 0)

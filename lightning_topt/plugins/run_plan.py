@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.execution.mesh import check_world_size
 from lightning_topt.graph.blocks import block_of
+from lightning_topt.graph.errors import may_need_values
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.continuous_plans import StaleWeights
@@ -44,14 +45,16 @@ from lightning_topt.schedules.continuous import LAGS
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 Decision = tuple[ParallelPlan, Planning | None, str]
+UNTIL_WATCHED = "ddp until a plan is made of its first steps"
 
 
 def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decision:
     """Return the plan for this fit, equal on every rank, what was searched (on rank 0), and where the plan comes from.
 
     A collective call. `batch` is the one that will be trained on; it is only looked at. Optimizers that the strategy has
-    set up are read; without any, the module's own are made on a fake copy. What cannot be planned runs as ``ddp`` does,
-    with a warning, unless the request insists.
+    set up are read; without any, the module's own are made on a fake copy. A step that fake tensors cannot follow is to be
+    watched, under plain DDP (`UNTIL_WATCHED`), or with the whole module as the one block of the uniform plan that was given.
+    What cannot be planned runs as ``ddp`` does, with a warning, unless the request insists.
     """
     module = trainer.lightning_module
     world_size = dist.get_world_size()
@@ -82,7 +85,18 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
         return _given(given, request, trainer), None, "given"
     _say_traced()
     try:
-        graph = capture_on_ranks(trainer, batch)
+        try:
+            graph = capture_on_ranks(trainer, batch)
+        except Exception as error:
+            if not may_need_values(error) or not request.may_begin_whole(module, trainer.strategy.root_device):
+                raise
+            rank_zero_warn(
+                "topt: this step cannot be followed before it runs, so that the plan is made of the first real steps, in which "
+                f"parameters and gradients are whole and may take more than memory_limit. The reason: {_one_line(error)}"
+            )
+            if isinstance(given, UniformPlan):
+                return preset_plan(given.preset, mesh=mesh), None, "given"
+            return plain, None, UNTIL_WATCHED
         if isinstance(given, UniformPlan):
             plan = given.of(graph, mesh)
             on_every_rank(lambda: _check_features(plan, request, trainer, graph))
@@ -93,12 +107,16 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
     except Exception as error:
         if request.insists or is_of_collective(error):
             raise
-        reason = " ".join(str(error).split())
+        reason = _one_line(error)
         rank_zero_warn(
             f"topt: this training step cannot be planned, so it runs as strategy='ddp' does: nothing is lost but what a plan "
             f"could have saved. The reason: {reason}"
         )
         return plain, None, f"ddp: {reason}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _say_traced() -> None:

@@ -22,9 +22,8 @@ from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
-from lightning_topt.execution.memory_meter import release_free_memory
 from lightning_topt.graph.blocks import why_not_recomputed
-from lightning_topt.graph.capture import capture, may_need_values
+from lightning_topt.graph.capture import capture
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.plan.choose import choose
@@ -52,43 +51,31 @@ class Trace(Protocol):
 
 
 def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False) -> OpGraph:
-    """Return the graph of rank 0's step: on fake tensors, or on real ones by all ranks where it depends on values.
+    """Return the graph of rank 0's step on fake tensors.
 
-    A collective call. On rank 0 `trace` gets the calls of torch functions; the step must not depend on values then. With
-    `scales` the graph says how the step grows with the batch, where that can be found. Raises what the last attempt raised.
+    A collective call. On rank 0 `trace` gets the calls of torch functions. With `scales` the graph says how the step grows with
+    the batch, where that can be found. Raises what the last attempt raised; `may_need_values` tells on every rank.
     """
 
-    def on(*, real: bool, scales: bool = False) -> OpGraph:
+    def on(*, scales: bool) -> OpGraph:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")  # all of it comes again in the step itself
             return capture(
                 trainer.lightning_module,
                 batch,
                 batch_scaling=scales,
-                real=real,
                 forward_context=trainer.precision_plugin.forward_context,
                 device=trainer.strategy.root_device.type,
                 adapt=None if trace is None else trace.of,
             )
 
-    def on_fake_tensors() -> OpGraph | str:
+    def captured() -> OpGraph:
         if scales:
             with contextlib.suppress(Exception):
-                return on(real=False, scales=True)
-        try:
-            return on(real=False)
-        except Exception as error:
-            if trace is not None or not may_need_values(error):
-                raise
-            return str(error)
+                return on(scales=True)
+        return on(scales=False)
 
-    graph = on_rank_0(on_fake_tensors)
-    if isinstance(graph, str):
-        own = on_every_rank(lambda: on(real=True))
-        release_free_memory()
-        graph = on_rank_0(lambda: own)
-    assert isinstance(graph, OpGraph)
-    return graph
+    return on_rank_0(captured)
 
 
 @dataclass(frozen=True)

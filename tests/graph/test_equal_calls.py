@@ -437,12 +437,6 @@ def test_all_but_two_calls_of_a_deep_model_are_left_out(copied: list[str]) -> No
     assert all(block.recomputable for block in graph.blocks if block.name.startswith("blocks."))
 
 
-def test_real_tensors_are_never_left_out(copied: list[str]) -> None:
-    assert capture(Net(), X, batch_scaling=False, real=True) == slow(Net(), X, batch_scaling=False)
-    assert capture(Net(), X, batch_scaling=False, real=True) == capture(Net(), X, batch_scaling=False)
-    assert len(copied) == LAYERS - 2
-
-
 def test_an_error_that_leaving_out_may_have_caused_is_tried_again() -> None:
     class Looks(Net):
         def run(self, x: Tensor) -> Tensor:

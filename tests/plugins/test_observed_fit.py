@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ class Model(RecordingGPT):
         super().optimizer_step(*args, **kwargs)
 
 
-def run(strategy: Any, **options: Any) -> dict[str, Any]:
+def run(strategy: Any, *, kind: type[Model] = Model, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
-    module, plans = Model(**WIDE), Plans()
+    module, plans = kind(**WIDE), Plans()
     trainer = make_trainer(strategy, devices=2, callbacks=[plans], max_steps=-1, **options)
     trainer.fit(module, loader(2, length=48))
     return {
@@ -105,6 +106,32 @@ def test_ddp_that_stays_is_ddp_to_the_last_bit() -> None:
     for expected, found in on_ranks(compared, {"objective": "time"}, {"limit_train_batches": 8}):
         assert found["losses"] == expected["losses"] and found["plans"][-1].endswith("x DDP")
         assert all(torch.equal(found["state"][name], value) for name, value in expected["state"].items())
+
+
+class ReadsValues(Model):
+    """Its step cannot be followed on fake tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert loss.item() < 1e6
+        return loss
+
+
+def limited(rank: int) -> tuple[Any, Any, list[str]]:
+    ours = AutoParallelStrategy(
+        cluster=CLUSTER, memory_limit="21MiB"
+    )  # DDP, with 2.3 MiB of parameters, might need more
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs = [run(strategy, kind=ReadsValues) for strategy in (DDPStrategy(), ours)]
+    return *runs, [str(each.message) for each in caught if "topt" in str(each.message)]
+
+
+def test_a_step_that_reads_values_under_a_memory_limit_is_watched() -> None:
+    for rank, (expected, found, said) in enumerate(on_ranks(limited)):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5) and found["calls"] == expected["calls"]
+        assert found["plans"][2] == "1 x DDP" and "ZeRO" in found["plans"][3] and found["planned_by"] == "search"
+        assert len(said) == (rank == 0) and all("item" in text or "values" in text for text in said)
 
 
 # ---- the search beside training --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Steps that fake tensors cannot follow, captured on real ones; nothing of the module changes."""
+"""Steps that fake tensors cannot follow are watched on real ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_topt.graph.capture import CaptureError, capture, may_need_values
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.step_observer import observe_step
 from tests.graph.measure import flops_of
 from tests.graph.test_capture import MODEL_IDS, MODELS
 from tests.launch import run_ranks
@@ -88,7 +89,7 @@ def test_steps_that_depend_on_values(module: Any) -> None:
             capture(module, X, batch_scaling=False)
         assert may_need_values(caught.value)
     before = {name: (value.clone(), value._version) for name, value in module.state_dict(keep_vars=True).items()}
-    graph = capture(module, X, batch_scaling=False, real=True)
+    graph = observe_step(module, X)
     assert sum(flops_of(op, "forward", 4) for op in graph.ops) >= 2 * 4 * 64
     assert sum(flops_of(op, "backward", 4) for op in graph.ops) >= 2 * 4 * 64
     assert graph.unused == () and OpGraph.from_json(graph.to_json()) == graph
@@ -97,45 +98,14 @@ def test_steps_that_depend_on_values(module: Any) -> None:
 
 
 @pytest.mark.parametrize("module", MODELS, ids=MODEL_IDS)
-def test_real_and_fake_captures_are_equal(module: Any) -> None:
+def test_a_watched_step_has_the_operators_and_blocks_of_a_captured_one(module: Any) -> None:
     fake = capture(module, batch_for(module), batch_scaling=False)
-    real = capture(module, batch_for(module), batch_scaling=False, real=True)
+    real = observe_step(module, batch_for(module))
     if type(module).__name__ != "ConvNet":  # its metric, which fake tensors cannot follow to the end
-        assert real == fake
+        assert [(op.name, op.kind, op.forward, op.parameters) for op in real.ops] == [
+            (op.name, op.kind, op.forward, op.parameters) for op in fake.ops
+        ]
     assert real.blocks == fake.blocks and real.parameters == fake.parameters
-
-
-def test_writes_to_what_others_own_are_taken_back() -> None:
-    outside = torch.zeros(3)
-
-    class Momentum(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.target, self.queue = nn.BatchNorm1d(8), nn.Linear(8, 8), torch.zeros(5)
-            self.target.requires_grad_(False)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            with torch.no_grad():
-                for own, other in zip(self.net.parameters(), self.target.parameters(), strict=True):
-                    other.mul_(0.9).add_(own, alpha=0.1)
-                self.net.weight.data[0] = 7.0
-                outside.add_(1)
-                self.queue[1:3] = batch[0, :2]
-            assert float(self.net.weight[0, 0].detach()) == 7.0
-            return (self.norm(self.net(batch)) - self.target(batch)).square().mean()
-
-    module = Momentum()
-    module.net.weight.grad = torch.full((8, 8), 3.0)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    capture(module, X, batch_scaling=False, real=True)
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert torch.equal(outside, torch.zeros(3)) and torch.equal(module.queue, torch.zeros(5))
-    assert torch.equal(module.net.weight.grad, torch.full((8, 8), 3.0)) and module.net.bias.grad is None
-    # The same when the step fails half-way.
-    module.norm = None
-    with pytest.raises(TypeError):
-        capture(module, X, batch_scaling=False, real=True)
-    assert torch.equal(module.target.weight, before["target.weight"]) and torch.equal(outside, torch.zeros(3))
 
 
 def test_what_real_tensors_cannot_help() -> None:
@@ -157,27 +127,14 @@ def test_users_errors_are_recognised() -> None:
     with pytest.raises(KeyError) as caught:
         capture(Strange(), X)
     assert may_need_values(caught.value)
-    assert capture(Strange(), X, batch_scaling=False, real=True).ops
+    assert observe_step(Strange(), X).ops
 
     class Wrong(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             raise KeyError("always")
 
-    with pytest.raises(KeyError) as caught:
-        capture(Wrong(), X, batch_scaling=False, real=True)
-    assert not may_need_values(caught.value)
-
-
-def test_options_that_contradict() -> None:
-    with pytest.raises(ValueError, match="cannot be resized"):
-        capture(Item(), X, real=True)
-    with pytest.raises(ValueError, match="where the parameters are"), torch.device("meta"):
-        capture(Net(), X, real=True, batch_scaling=False)
-
-
-def test_two_real_batches_scale() -> None:
-    graph = capture(Item(), X, second_batch=torch.cat([X, X[:2]]), real=True)
-    assert graph.batch_scaling and flops_of(graph.ops[0], "forward", 10) == 2 * 10 * 64
+    with pytest.raises(KeyError, match="always"):
+        observe_step(Wrong(), X)
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
@@ -208,7 +165,7 @@ def _collectives(rank: int) -> None:
         kinds.append([op.kind for op in capture(Gathers(), X).ops])
     dist.barrier()
     for module in (Gathers(), GathersObjects()):
-        kinds.append([op.kind for op in capture(module, X, batch_scaling=False, real=True).ops])
+        kinds.append([op.kind for op in observe_step(module, X).ops])
     for found in kinds:
         assert {"c10d.allgather_", "c10d.allreduce_"} <= set(found)
     if rank == 0:

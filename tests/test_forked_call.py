@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +67,29 @@ def test_it_runs_beside_other_threads() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_what_an_isolated_copy_writes_reaches_nobody(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    kept, new = (tmp_path / "kept.txt").open("a"), tmp_path / "new.txt"
+    here, there = socket.socketpair()
+    here.setblocking(False)
+
+    def writes() -> tuple[str, bytes]:
+        print("said", flush=True)
+        os.write(2, b"said")
+        kept.write("more")
+        kept.flush()
+        os.write(there.fileno(), b"sent")
+        try:
+            new.write_text("new")
+        except OSError as error:
+            return type(error).__name__, os.read(kept.fileno(), 1)
+        return "written", b""
+
+    assert ForkedCall(writes, isolated=True).result() == ("OSError", b"")
+    assert (tmp_path / "kept.txt").read_text() == "" and not (new.exists() and new.read_text())
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(BlockingIOError):
+        here.recv(1)
+    for each in (kept, here, there):
+        each.close()

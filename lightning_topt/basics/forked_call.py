@@ -7,6 +7,8 @@
 
 The copy shares memory until one of the two writes to it, so it starts in milliseconds, whatever the function refers to. It has
 this one thread alone: the function must not use devices, process groups or locks that other threads may hold. POSIX only.
+
+An isolated copy may run code of users: it has none of the files, sockets and screens that are open here, and writes no others.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import ctypes
 import gc
 import os
 import pickle
+import resource
 import select
 import signal
 import sys
@@ -31,10 +34,10 @@ _NICENESS = 5  # training goes first
 class ForkedCall(Generic[T]):
     """Calls `function` in a copy of this process; what it returns, or raises, is pickled.
 
-    Raises OSError where no process can be made.
+    `isolated`: what it opens, writes and prints reaches nobody. Raises OSError where no process can be made.
     """
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    def __init__(self, function: Callable[[], T], *, isolated: bool = False) -> None:
         self._data = bytearray()
         self._read, write = os.pipe()
         parent = os.getpid()
@@ -47,7 +50,7 @@ class ForkedCall(Generic[T]):
                 os.close(write)
                 raise
         if self._process == 0:
-            _run_as_child(function, write, parent)
+            _run_as_child(function, write, parent, isolated=isolated)
         os.close(write)
         os.set_blocking(self._read, False)
         self._is_over = False
@@ -92,7 +95,7 @@ class ForkedCall(Generic[T]):
             os.waitpid(self._process, 0)
 
 
-def _run_as_child(function: Callable[[], Any], write: int, parent: int) -> None:
+def _run_as_child(function: Callable[[], Any], write: int, parent: int, *, isolated: bool) -> None:
     """Call `function`, send what comes of it, and end without cleaning up what belongs to the parent."""
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
@@ -103,6 +106,8 @@ def _run_as_child(function: Callable[[], Any], write: int, parent: int) -> None:
             os._exit(1)
         os.nice(_NICENESS)
         gc.disable()  # a collection would write to every object, and copy all memory
+        if isolated:
+            _isolate(write)
         try:
             answer = pickle.dumps((True, function()))
         except Exception as error:
@@ -111,6 +116,17 @@ def _run_as_child(function: Callable[[], Any], write: int, parent: int) -> None:
             pipe.write(answer)
     finally:
         os._exit(0)
+
+
+def _isolate(keep: int) -> None:
+    """Replace all open files and sockets but `keep` by the null device, and let every write to a file fail."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    for number in {0, 1, 2, *map(int, os.listdir(folder))} - {keep, nothing}:
+        with suppress(OSError):  # that of the folder is closed by now
+            os.dup2(nothing, number, inheritable=False)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def _pickled_error(error: Exception) -> bytes:

@@ -241,7 +241,7 @@ class AutoParallelStrategy(DataRanks):
         if fit is not None and fit.begin_batch(batch_idx, accumulate=trainer.accumulate_grad_batches):
             if self._observed_planning is None:
                 self._observed_planning = ObservedPlanning(self.request, trainer, fit)
-            decide = self._observed_planning.poll
+            decide: Callable[[], Decision | None] = partial(self._observed_planning.poll, batch)
             if self.request.plan is not None:
                 decide = partial(refine_observed, self.request, trainer, fit)
             if self._plan(trainer, decide):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -40,29 +41,34 @@ from lightning_topt.costs.compute import KernelKey, kernel_key
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.node_types import Link
 from lightning_topt.costs.observed_optimizer import OptimizerObserver
-from lightning_topt.graph.blocks import why_not_recomputed
 from lightning_topt.graph.errors import CaptureError
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.record import entered
 from lightning_topt.graph.step_observer import ModuleState, StepObserver
+from lightning_topt.graph.step_purity import PurityWatch
 from lightning_topt.graph.step_timer import StepTimer
-from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS, NoPlanFitsError
+from lightning_topt.graph.structures import map_tensors
+from lightning_topt.plan.choose import TIME_ERROR, TIME_ERROR_SECONDS
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError, preset_plan
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
-from lightning_topt.plan.plan_search import search_plans
 from lightning_topt.plan.presets import PRESETS
 from lightning_topt.plan.priced_plan import price_plan
 from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins.given_plans import UniformPlan
+from lightning_topt.plugins.joint_batches import are_alike
+from lightning_topt.plugins.own_batches import digest_of_values
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
-from lightning_topt.plugins.searched_plan import RunCosts, choose_for, say, say_what_stays, search_request
+from lightning_topt.plugins.searched_plan import RunCosts, measured_kernels, say, say_what_stays, search_request
+from lightning_topt.plugins.tensor_look import search_with_axes
 
 Decision = tuple[ParallelPlan, Planning | None, str]
 WATCHED_STEPS = 3
 _PATIENCE_SECONDS = 120.0  # with a search beside training, whatever keeps it
+_CAPTURE_SECONDS = 40.0  # of these
+_BY_NAME = 'they are searched by name alone: give plan={"mesh": {"data": 1, "tensor": 2}}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Observed:
     """What rank 0 saw of the first steps: the graph, its kernels' seconds in place, the optimizers, and the seconds of a step.
 
     `step_seconds` is None where no whole step was timed; `compute_seconds` are forward and backward without the exchange.
+    `change` is what `training_step` changed beside tensors, or may have changed, as a clause.
     """
 
     graph: OpGraph
@@ -77,6 +84,7 @@ class Observed:
     optimizers: OptimizerObserver
     step_seconds: float | None
     compute_seconds: float | None
+    change: str | None = None
 
 
 class ObservedFit:
@@ -104,6 +112,8 @@ class ObservedFit:
         self._observer: StepObserver | None = None
         self._timer: StepTimer | None = None
         self._changed: set[str] | None = None
+        self._change: str | None = "no second step was watched"
+        self.batch: Any = None  # of the recorded step, on the meta device
         self.clock = StepClock(device)
         named = module.named_parameters()
         self._optimizers = OptimizerObserver(optimizers, named_parameters=named) if is_rank_0 else None
@@ -179,6 +189,7 @@ class ObservedFit:
             self.problem = why_not_watched()
             if self.problem is None:
                 self._observer = StepObserver(self.module, args)
+                self.batch = map_tensors(args[0], lambda tensor: tensor.detach().to("meta"))
         with nullcontext() if self._observer is None else self._observer.forward():
             yield
 
@@ -195,12 +206,14 @@ class ObservedFit:
     @contextmanager
     def _timed_forward(self) -> Iterator[None]:
         state: ModuleState | None = None
+        watch: PurityWatch | None = None
         with self._own_problems():
-            state, self._timer = ModuleState(self.module), StepTimer(self.device)
+            state, watch, self._timer = ModuleState(self.module), PurityWatch(self.module), StepTimer(self.device)
         with nullcontext() if self._timer is None else entered(self._timer):
             yield
         with self._own_problems():
-            self._changed = None if state is None else state.changed()
+            if state is not None and watch is not None:
+                self._changed, self._change = state.changed(), watch.change()
 
     @contextmanager
     def _own_problems(self) -> Iterator[None]:
@@ -240,7 +253,7 @@ class ObservedFit:
         if compute is None and forward is not None and kernels:
             passed = sum(k.count * kernels.get(kernel_key(k), 0.0) for op in graph.ops for k in op.backward)
             compute = forward + min(passed, self.clock.median("backward") or passed)
-        return Observed(graph, kernels, self._optimizers, step, compute)
+        return Observed(graph, kernels, self._optimizers, step, compute, self._change)
 
 
 class StepClock:
@@ -349,13 +362,17 @@ class ObservedPlanning:
         self._request, self._trainer, self._fit = request, trainer, fit
         self._observed: Observed | None = None  # on rank 0
         self._planning: Planning | None = None
-        self._search: ForkedCall[Planning] | None = None
+        self._search: ForkedCall[Planning | list[OpGraph]] | None = None
         self._is_searching, self._begun = False, 0.0
+        self._cluster: Cluster | None = None
+        self._measurements: Measurements | None = None
+        self._are_joint = False
+        self._why_not: str | None = None
 
-    def poll(self) -> Decision | None:
-        """Return the decision, None where the search is not over. A collective call."""
+    def poll(self, batch: Any) -> Decision | None:
+        """Return the decision, None where the search is not over. A collective call, before a step with `batch`."""
         try:
-            plan = self._poll_search() if self._is_searching else self._begin()
+            plan = self._poll_search() if self._is_searching else self._begin(batch)
         except Exception as error:
             if self._request.insists or is_of_collective(error):
                 raise
@@ -373,7 +390,7 @@ class ObservedPlanning:
         if self._search is not None:
             self._search.kill()
 
-    def _begin(self) -> ParallelPlan | None:
+    def _begin(self, batch: Any) -> ParallelPlan | None:
         """The plan, where it needs no search or one that is waited for; else begin to search."""
         found = on_rank_0(self._look)
         if found == "record":
@@ -381,23 +398,69 @@ class ObservedPlanning:
             return None
         if found is not None:
             return ParallelPlan.from_dict(found)
-        cluster = _cluster_of(self._request, self._trainer)
+        device = self._trainer.strategy.root_device
+        self._cluster, self._measurements = _cluster_of(self._request, self._trainer)
+        self._are_joint = are_alike(batch, None, device=device)
+        return self._begin_search({} if self._measurements is None else None)
+
+    def _begin_search(self, kernels: dict[KernelKey, float] | None) -> ParallelPlan | None:
+        """Begin a search with `kernels` on slices, and wait for it where it is waited for."""
+        cluster, device = self._cluster, self._trainer.strategy.root_device
+        forks = hasattr(os, "fork") and device.type == "cpu"
+        if not forks:
+            self._why_not = "on this device " + _BY_NAME
+        elif self._request.objective == "memory":
+            self._why_not = "with objective='memory' " + _BY_NAME
         waits = self._request.saves_memory or self._request.cluster is not None
         waits = waits or torch.are_deterministic_algorithms_enabled() or not hasattr(os, "fork")
 
-        def search() -> dict[str, Any] | None:
-            assert self._observed is not None
-            wanted = _search_request(self._request, self._trainer, self._observed, cluster)
-            run = partial(_search, self._request, wanted, self._observed)
-            if waits:
-                self._planning = run()
-                return self._planning.chosen.plan.to_dict()
-            self._search = ForkedCall(run)
-            return None
+        def search() -> Any:
+            assert self._observed is not None and cluster is not None
+            run = partial(
+                _search,
+                self._request,
+                self._trainer,
+                self._fit.batch,
+                _search_request(self._request, self._trainer, self._observed, cluster),
+                self._observed,
+                are_joint=self._are_joint,
+                kernels=kernels,
+                why_not=self._why_not,
+            )
+            if waits and not forks:
+                return self._taken(run())
+            self._search = ForkedCall(run, isolated=True)
+            return self._taken(self._search.result(timeout_seconds=_PATIENCE_SECONDS)) if waits else None
 
-        found = on_rank_0(search)
-        self._is_searching, self._begun = found is None, perf_counter()
-        return None if found is None else ParallelPlan.from_dict(found)
+        self._is_searching, self._begun = True, perf_counter()
+        return self._go_on(on_rank_0(search))
+
+    def _taken(self, found: Planning | list[OpGraph]) -> Any:
+        """What all ranks are told of the end of a search: the plan, or graphs whose kernels it wants."""
+        if isinstance(found, list):
+            return found
+        self._planning = found
+        return found.chosen.plan.to_dict()
+
+    def _go_on(self, found: Any) -> ParallelPlan | None:
+        """The plan that was found; None where there is none yet. Kernels that the search wants are measured first."""
+        if isinstance(found, list):
+            assert self._measurements is not None
+            return self._begin_search(measured_kernels(self._measurements, found))
+        if found is None:
+            return None
+        plan = ParallelPlan.from_dict(found)
+        if plan.brings_batches and self._why_not is None and not self._ranks_are_alike():
+            self._why_not = "training_step may not run for other ranks: their modules hold other values than rank 0's"
+            return self._begin_search({})
+        return plan
+
+    def _ranks_are_alike(self) -> bool:
+        """Whether the modules of all ranks hold equal values beside parameters and buffers. A collective call."""
+        own = on_every_rank(lambda: digest_of_values(self._trainer.lightning_module))
+        digests = torch.tensor([own, -own], device=self._trainer.strategy.root_device)
+        dist.all_reduce(digests, dist.ReduceOp.MAX)
+        return int(digests[0]) == -int(digests[1])
 
     def _look(self) -> Any:
         """The plan where it is known, ``"record"`` where a step is to be recorded first, None where a search comes."""
@@ -420,12 +483,11 @@ class ObservedPlanning:
         if not is_over:
             return None
 
-        def found() -> dict[str, Any]:
+        def found() -> Any:
             assert self._search is not None
-            self._planning = self._search.result(timeout_seconds=0.1)
-            return self._planning.chosen.plan.to_dict()
+            return self._taken(self._search.result(timeout_seconds=0.1))
 
-        return ParallelPlan.from_dict(on_rank_0(found))
+        return self._go_on(on_rank_0(found))
 
 
 def refine_observed(request: PlanRequest, trainer: pl.Trainer, fit: ObservedFit) -> Decision:
@@ -504,15 +566,15 @@ def _any_cluster(ranks: int) -> Cluster:
     return Cluster("any", device=device, devices_per_node=ranks, num_nodes=1, intra=link)
 
 
-def _cluster_of(request: PlanRequest, trainer: pl.Trainer) -> Cluster:
-    """The cluster as given, as stored, or as measured now. A collective call."""
+def _cluster_of(request: PlanRequest, trainer: pl.Trainer) -> tuple[Cluster, Measurements | None]:
+    """The cluster as given; else as stored, or as measured now, and what measures kernels. A collective call."""
     if request.cluster is not None:
-        return request.cluster
+        return request.cluster, None
     device = trainer.strategy.root_device
     found = Measurements.open(
         device=device, num_nodes=trainer.num_nodes, progress=lambda line: rank_zero_info(f"topt: {line}")
     )
-    return on_every_rank(found.cluster)
+    return on_every_rank(found.cluster), found
 
 
 def _search_request(request: PlanRequest, trainer: pl.Trainer, observed: Observed, cluster: Cluster) -> SearchRequest:
@@ -529,17 +591,49 @@ def _search_request(request: PlanRequest, trainer: pl.Trainer, observed: Observe
     return dataclasses.replace(wanted, in_place=request.saves_memory)
 
 
-def _search(request: PlanRequest, search: SearchRequest, observed: Observed) -> Planning:
-    """Search, and choose."""
-    frontier = search_plans(search)
-    if request.cluster is None and observed.step_seconds is not None:
-        frontier = _as_measured(frontier, observed.step_seconds)
-    try:
-        return Planning(frontier, choose_for(request, frontier, search.cluster), search.graph)
-    except NoPlanFitsError as error:
-        if (reason := why_not_recomputed(search.graph)) is None:
-            raise
-        raise NoPlanFitsError(f"{error}. Activation checkpointing was left out: {reason}") from error
+def _search(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    batch: Any,
+    search: SearchRequest,
+    observed: Observed,
+    *,
+    are_joint: bool,
+    kernels: dict[KernelKey, float] | None,
+    why_not: str | None,
+) -> Planning | list[OpGraph]:
+    """Search, and choose; or return the graphs whose kernels are wanted (`search_with_axes`).
+
+    Steps are captured for tensor axes and stages in a copy of the process alone, and only if the watched steps changed nothing
+    but tensors: such plans run a rank's step with batches of other ranks too.
+    """
+    if why_not is None and observed.change is not None:
+        why_not = f"training_step may not run for other ranks: {observed.change}"
+    ddp_seconds = observed.step_seconds if request.cluster is None else None
+    with _at_most(_CAPTURE_SECONDS) if why_not is None else nullcontext():
+        return search_with_axes(
+            request,
+            trainer,
+            batch,
+            search,
+            are_joint=are_joint,
+            kernels=kernels,
+            why_not=why_not,
+            as_measured=lambda found: found if ddp_seconds is None else _as_measured(found, ddp_seconds),
+        )
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in what runs longer in this process, which has nothing else to do: a step that waits for others."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"a step on fake tensors has not ended within {seconds:.0f} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def _as_measured(frontier: PlanFrontier, ddp_seconds: float) -> PlanFrontier:

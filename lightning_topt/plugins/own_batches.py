@@ -9,9 +9,12 @@ import types
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import xxhash
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -20,8 +23,11 @@ from torchmetrics import Metric, MetricCollection
 from lightning_topt.graph.collective_ops import NAMESPACES
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.python_state import describe, describe_surroundings
+from lightning_topt.graph.step_purity import PurityWatch
+from lightning_topt.graph.structures import tensors_in
 from lightning_topt.plugins.held_parameters import is_library
 from lightning_topt.plugins.member_batches import check_packs
+from lightning_topt.plugins.searched_plan import capture_step
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 _RANKS = frozenset(["global_rank", "local_rank", "node_rank", "is_global_zero", "get_rank", "is_local_zero"])
@@ -119,19 +125,24 @@ def _collective_in(graph: OpGraph) -> str | None:
 
 def _name_in(module: nn.Module, asked_for: frozenset[str]) -> str | None:
     """Return which of these names code that `training_step` runs uses, as far as names tell."""
+    return min(_names_of_step(module) & asked_for, default=None)
+
+
+def _names_of_step(module: nn.Module) -> set[str]:
+    """All names of globals and attributes in the user's code that `training_step` may run."""
     todo = [getattr(type(module), "training_step", None), *(type(part).forward for part in module.modules())]
     seen: set[types.CodeType] = set()
+    found_names: set[str] = set()
     while todo:
         function = inspect.unwrap(found) if callable(found := todo.pop()) else None
         if not isinstance(function, types.FunctionType) or is_library(function.__module__) or function.__code__ in seen:
             continue
         seen.add(function.__code__)
         names = _names_in(function.__code__)
-        if asked := sorted(names & asked_for):
-            return asked[0]
+        found_names |= names
         todo += [vars(cls)[name] for cls in type(module).__mro__ for name in names if name in vars(cls)]
         todo += [function.__globals__[name] for name in names if name in function.__globals__]
-    return None
+    return found_names
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -139,12 +150,50 @@ def _names_in(code: types.CodeType) -> set[str]:
     return {*code.co_names}.union(*inner)
 
 
+def digest_of_values(module: nn.Module) -> int:
+    """Return a number that is equal on ranks whose parts of `module` hold equal values, beside parameters and buffers, under
+    names that the step's code uses.
+
+    A rank that kept something of its own first batch would run batches of other ranks with that.
+    """
+    names = _names_of_step(module) - set(vars(pl.LightningModule())) - set(_REGISTRIES)
+    parts = [part for part in module.modules() if not isinstance(part, Metric)]
+    own = [{name: value for name, value in vars(part).items() if name in names} for part in parts]
+    digest = xxhash.xxh3_64(repr((describe(own), describe_surroundings({type(part) for part in parts}))).encode())
+    for tensor in tensors_in(own):
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.intdigest() >> 1  # fits a signed number
+
+
+class TracedStep:
+    """The step of this rank with `batch`, traced on fake tensors once somebody asks: its graph, calls, and what it changes."""
+
+    def __init__(self, trainer: pl.Trainer, batch: Any) -> None:
+        self.trainer, self.batch = trainer, batch
+        self._watched = WatchedTrace(FunctionTrace())
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """The graph. Raises what `capture_step` does, and ValueError where the step changes objects."""
+        graph = capture_step(self.trainer, self.batch, trace=self._watched)
+        if self._watched.change is not None:
+            raise ValueError(f"training_step changes objects that the next step finds changed: {self._watched.change}")
+        return graph
+
+    @property
+    def trace(self) -> FunctionTrace:
+        """The calls of torch functions. Raises as `graph` does."""
+        assert self.graph is not None
+        return self._watched.trace
+
+
 @dataclass
 class WatchedTrace:
-    """A trace of a step's calls that also sees whether the step changes Python objects: `changes`, after a capture."""
+    """A trace of a step's calls that also sees whether the step changes Python objects: `change` names one, after a capture."""
 
     trace: FunctionTrace
-    changes: bool = False
+    change: str | None = None
 
     def of(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass of `module`, a copy that is thrown away, is traced."""
@@ -152,18 +201,7 @@ class WatchedTrace:
 
     @contextmanager
     def _watching(self, module: nn.Module, tracing: AbstractContextManager[Any]) -> Generator[None, None, None]:
-        before = _state_of(module)
+        watch = PurityWatch(module)
         with tracing:
             yield
-        self.changes = self.changes or _state_of(module) != before
-
-
-def _state_of(module: nn.Module) -> Any:
-    """All that is in attributes of `module`'s parts but what Lightning keeps there, and what metrics count."""
-    of_lightning = set(vars(pl.LightningModule()))
-    parts = [part for part in module.modules() if not isinstance(part, Metric)]
-    own = [
-        {name: value for name, value in vars(part).items() if name not in _REGISTRIES and name not in of_lightning}
-        for part in parts
-    ]
-    return describe(own, identities=True), describe_surroundings({type(part) for part in parts})
+        self.change = self.change or watch.change()

@@ -21,61 +21,46 @@ from lightning_topt.plan.parallel_plan import ParallelPlan
 from lightning_topt.plan.plan_frontier import PlanFrontier
 from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plugins.found_plans import fastest, seconds_that_pay, together
-from lightning_topt.plugins.own_batches import WatchedTrace, why_no_members, why_steps_may_differ
+from lightning_topt.plugins.own_batches import TracedStep, why_no_members, why_steps_may_differ
 from lightning_topt.plugins.pipeline_members import takes_index
 from lightning_topt.plugins.plan_request import PlanRequest
-from lightning_topt.plugins.planning_ranks import on_rank_0
-from lightning_topt.plugins.searched_plan import capture_on_ranks, choose_for, needs_whole_parameters
+from lightning_topt.plugins.searched_plan import choose_for, needs_whole_parameters
 from lightning_topt.plugins.turns import loss_of
-from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 
 
-def look_at_pipelines(
-    request: PlanRequest, trainer: pl.Trainer, batch: Any, search: SearchRequest, found: list[PlanFrontier]
+def add_pipelines(
+    request: PlanRequest, step: TracedStep, search: SearchRequest, found: list[PlanFrontier]
 ) -> str | None:
-    """Add the plans with stages that may be chosen to `found`, on rank 0; or return why there are none, as a clause.
+    """Add the plans with stages that may be chosen to `found`; or return why there are none, as a clause.
 
-    A collective call.
+    On rank 0, which captures steps for it.
     """
-    frontiers: list[PlanFrontier] = []
-
-    def searched() -> str | None:
-        if reason := _why_no_look(request, trainer, batch, search, found):
-            return reason
-        frontier = _search(request, dataclasses.replace(search, evaluates=trainer.enable_validation), found)
-        frontiers.append(frontier)
-        return None if frontier.points else "no plan with stages is better"
-
-    if reason := on_rank_0(searched):
+    trainer, batch = step.trainer, step.batch
+    if reason := _why_no_look(request, step, search, found):
         return reason
-    watched = WatchedTrace(FunctionTrace())
-    capture_on_ranks(trainer, batch, trace=watched)
-
-    def added() -> str | None:
-        if watched.changes:
-            return "training_step changes objects that the next step finds changed"
-        try:
-            chosen = choose_for(request, together([*found, *frontiers]), search.cluster).plan
-        except NoPlanFitsError:
-            return "they do not fit either"
-        if not chosen.own_batches:
-            return "no plan with stages is better"
-        if reason := why_not_cut(trainer, batch, chosen):
-            return reason
-        found.extend(frontiers)
-        return None
-
-    return on_rank_0(added)
+    frontier = _search(request, dataclasses.replace(search, evaluates=trainer.enable_validation), found)
+    if not frontier.points:
+        return "no plan with stages is better"
+    try:
+        chosen = choose_for(request, together([*found, frontier]), search.cluster).plan
+    except NoPlanFitsError:
+        return "they do not fit either"
+    if not chosen.own_batches:
+        return "no plan with stages is better"
+    if reason := why_not_cut(trainer, batch, chosen):
+        return reason
+    found.append(frontier)
+    return None
 
 
 def _why_no_look(
-    request: PlanRequest, trainer: pl.Trainer, batch: Any, search: SearchRequest, found: list[PlanFrontier]
+    request: PlanRequest, step: TracedStep, search: SearchRequest, found: list[PlanFrontier]
 ) -> str | None:
     """Why no plan with stages can be chosen, as a clause; None where one might be."""
     limit = seconds_that_pay(request, search, found)
     if search.optimizer.by_parameter and limit is not None and least_member_seconds(search) >= limit:
         return "computation alone takes so long that the rest is not worth it"
-    return why_left_out(request, trainer, batch, search)
+    return why_left_out(request, step.trainer, step.batch, dataclasses.replace(search, graph=step.graph))
 
 
 def why_left_out(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import lightning.pytorch as pl
 import torch
@@ -17,11 +18,15 @@ from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
 
 @dataclass(frozen=True)
 class Planning:
-    """A frontier and the point chosen from it (its plan says why); `graph` is what was planned."""
+    """A frontier and the point chosen from it (its plan says why); `graph` is what was planned.
+
+    `left_out` says which kinds of plans were not searched or not found, and why, by the sentence that a clause completes.
+    """
 
     frontier: PlanFrontier
     chosen: PlanPoint
     graph: OpGraph
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 Optimizers = tuple[list[Optimizer], list[tuple[str, nn.Parameter]]]  # and the parameters of their module, by name

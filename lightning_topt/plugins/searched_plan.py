@@ -51,10 +51,17 @@ class Trace(Protocol):
 
 
 def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False) -> OpGraph:
-    """Return the graph of rank 0's step on fake tensors.
+    """Return the graph of rank 0's step on fake tensors; see `capture_step`.
 
-    A collective call. On rank 0 `trace` gets the calls of torch functions. With `scales` the graph says how the step grows with
-    the batch, where that can be found. Raises what the last attempt raised; `may_need_values` tells on every rank.
+    A collective call. Raises what rank 0 raised; `may_need_values` tells on every rank.
+    """
+    return on_rank_0(lambda: capture_step(trainer, batch, trace=trace, scales=scales))
+
+
+def capture_step(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False) -> OpGraph:
+    """Return the graph of this rank's step on fake tensors. `trace` gets the calls of torch functions.
+
+    With `scales` the graph says how the step grows with the batch, where that can be found. Raises what the last attempt did.
     """
 
     def on(*, scales: bool) -> OpGraph:
@@ -69,13 +76,10 @@ def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = N
                 adapt=None if trace is None else trace.of,
             )
 
-    def captured() -> OpGraph:
-        if scales:
-            with contextlib.suppress(Exception):
-                return on(scales=True)
-        return on(scales=False)
-
-    return on_rank_0(captured)
+    if scales:
+        with contextlib.suppress(Exception):
+            return on(scales=True)
+    return on(scales=False)
 
 
 @dataclass(frozen=True)
@@ -88,13 +92,16 @@ class RunCosts:
     measurements: Measurements | None = None
 
     def measured(self, graphs: Iterable[OpGraph]) -> dict[KernelKey, float]:
-        """Return the seconds of the kernels of `graphs`; those of rank 0 count. A collective call."""
-        if self.measurements is None:
-            return {}
-        kernels: dict[KernelKey, float] = {}
-        for each in graphs:
-            kernels |= on_every_rank(partial(self.measurements.kernel_seconds, each))
-        return kernels
+        """Return the seconds of the kernels of `graphs`. A collective call."""
+        return {} if self.measurements is None else measured_kernels(self.measurements, graphs)
+
+
+def measured_kernels(measurements: Measurements, graphs: Iterable[OpGraph]) -> dict[KernelKey, float]:
+    """Return the seconds of the kernels of `graphs`; those of rank 0 count. A collective call."""
+    kernels: dict[KernelKey, float] = {}
+    for each in graphs:
+        kernels |= on_every_rank(partial(measurements.kernel_seconds, each))
+    return kernels
 
 
 def read_costs(request: PlanRequest, trainer: pl.Trainer, graph: OpGraph) -> RunCosts:

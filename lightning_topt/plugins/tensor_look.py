@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import logging
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.blocks import why_not_recomputed
 from lightning_topt.graph.capture import capture
@@ -33,14 +33,12 @@ from lightning_topt.plan.search_request import SearchRequest
 from lightning_topt.plan.tensor_meshes import least_seconds, tensor_sizes
 from lightning_topt.plugins.found_plans import fastest, pays, together
 from lightning_topt.plugins.joint_batches import are_alike
-from lightning_topt.plugins.own_batches import WatchedTrace, why_no_turns
-from lightning_topt.plugins.pipeline_look import look_at_pipelines
+from lightning_topt.plugins.own_batches import TracedStep, why_no_turns
+from lightning_topt.plugins.pipeline_look import add_pipelines
 from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning
 from lightning_topt.plugins.planning_ranks import on_rank_0
 from lightning_topt.plugins.searched_plan import (
-    RunCosts,
-    capture_on_ranks,
     choose_for,
     needs_whole_parameters,
     read_costs,
@@ -57,77 +55,145 @@ def search_default(
     """Return the best plan for ranks that have a batch each, and on rank 0 what was searched. A collective call."""
     costs = read_costs(request, trainer, graph)
     search = search_request(request, trainer, graph, costs)
-    found: list[PlanFrontier] = []
-
-    def on_data_axes() -> str | None:
-        found.append(search_plans(search))
-        return _why_no_look(request, trainer, batch, search, found[0])
-
-    if (reason := on_rank_0(on_data_axes)) is None:
-        try:
-            reason = _look(request, trainer, batch, costs, search, found)
-        except Exception as error:
-            if is_of_collective(error):
-                raise
-            reason = " ".join(str(error).split())
-    logging.getLogger(__name__).debug("tensor axes: %s", reason or "searched")
-    no_stages = _stages(request, trainer, batch, search, found)
+    are_joint = are_alike(batch, None, device=trainer.strategy.root_device)
     planning: Planning | None = None
 
-    def decide() -> dict[str, Any]:
+    def searched(kernels: Mapping[KernelKey, float] | None) -> list[OpGraph] | dict[str, Any]:
         nonlocal planning
-        frontier = together(found)
-        try:
-            chosen = choose_for(request, frontier, costs.cluster)
-        except NoPlanFitsError as error:
-            whys = {
-                "Parameters were not split over tensor axes": reason,
-                "Stages of a pipeline were left out": no_stages,
-                "Activation checkpointing was left out": why_not_recomputed(graph),
-            }
-            sentences = [f"{what}: {why}" for what, why in whys.items() if why is not None]
-            if not sentences:
-                raise
-            raise NoPlanFitsError(". ".join([str(error), *sentences])) from error
-        planning = Planning(frontier, chosen, graph)
+        found = search_with_axes(request, trainer, batch, search, are_joint=are_joint, kernels=kernels)
+        if isinstance(found, list):
+            return found
+        planning = found
         return planning.chosen.plan.to_dict()
 
-    plan = ParallelPlan.from_dict(on_rank_0(decide))
+    found = on_rank_0(lambda: searched(None if costs.measurements is not None else {}))
+    if isinstance(found, list):
+        kernels = costs.measured(found)
+        found = on_rank_0(lambda: searched(kernels))
+    assert isinstance(found, dict)
+    plan = ParallelPlan.from_dict(found)
     say(plan)
     return plan, planning
 
 
-def _stages(
-    request: PlanRequest, trainer: pl.Trainer, batch: Any, search: SearchRequest, found: list[PlanFrontier]
-) -> str | None:
-    """Look at pipelines; whatever goes wrong there is a reason against them. A collective call."""
+def search_with_axes(
+    request: PlanRequest,
+    trainer: pl.Trainer,
+    batch: Any,
+    search: SearchRequest,
+    *,
+    are_joint: bool,
+    kernels: Mapping[KernelKey, float] | None,
+    why_not: str | None = None,
+    as_measured: Callable[[PlanFrontier], PlanFrontier] = lambda frontier: frontier,
+) -> Planning | list[OpGraph]:
+    """Search on data axes, and where that may pay on tensor axes and in stages too; on rank 0, which captures steps for it.
+
+    Args:
+        are_joint: see `TensorLook`.
+        kernels: seconds of kernels on slices; None: where they are wanted, the graphs that hold them are returned.
+        why_not: why data axes alone are looked at, as a clause.
+        as_measured: corrects the times of what was found.
+
+    Raises NoPlanFitsError, which says what was left out and why.
+    """
+    found = [search_plans(search)]
+    step = TracedStep(trainer, batch)
+    look = TensorLook(request, step, search, found[0], are_joint=are_joint)
+    reason, graphs = (why_not, []) if why_not is not None else _reasoned(look.by_formula)
+    if graphs and kernels is None:
+        return graphs
+    if reason is None:
+        found.append(look.frontier(kernels or {}))
+    no_stages = why_not
+    if no_stages is None:
+        try:
+            no_stages = add_pipelines(request, step, search, found)
+        except Exception as error:
+            no_stages = _clause(error)
+    whys = {
+        "Parameters were not split over tensor axes": reason,
+        "Stages of a pipeline were left out": no_stages,
+        "Activation checkpointing was left out": why_not_recomputed(search.graph),
+    }
+    left_out = {what: why for what, why in whys.items() if why is not None}
+    frontier = as_measured(together(found))
     try:
-        reason = look_at_pipelines(request, trainer, batch, search, found)
+        return Planning(frontier, choose_for(request, frontier, search.cluster), search.graph, left_out)
+    except NoPlanFitsError as error:
+        raise NoPlanFitsError(". ".join([str(error), *(f"{what}: {why}" for what, why in left_out.items())])) from error
+
+
+def _reasoned(function: Callable[[], tuple[str | None, list[OpGraph]]]) -> tuple[str | None, list[OpGraph]]:
+    """What `function` returns; whatever goes wrong in it is a reason."""
+    try:
+        return function()
     except Exception as error:
-        if is_of_collective(error):
-            raise
-        reason = " ".join(str(error).split())
-    logging.getLogger(__name__).debug("pipelines: %s", reason or "searched")
-    return reason
+        return _clause(error), []
 
 
-def _why_no_look(
-    request: PlanRequest, trainer: pl.Trainer, batch: Any, search: SearchRequest, found: PlanFrontier
-) -> str | None:
-    """Why no plan with a tensor axis can be chosen, as a clause; None where one might be."""
-    (ranks,) = search.device_counts
-    sizes = tensor_sizes(search.cluster, ranks)
-    if not sizes or any((ranks // trainer.num_nodes) % size for size in sizes):
-        return "no node has several ranks"
-    if not search.optimizer.elementwise:
-        return "the optimizer does not update elements one by one"
-    best = fastest(request, search, [found])
-    if best is not None and request.objective == "time":
-        mesh, samples = data_mesh(ranks), search.graph.batch_size
-        step = TrainingStep(search.graph, search.cluster, search.optimizer, mesh, samples, search.kernel_seconds)
-        if not pays(min(least_seconds(step, size) for size in sizes), best):
-            return "computation alone takes so long that the rest is not worth it"
-    return needs_whole_parameters(request, trainer, search.graph) or why_no_turns(trainer, batch, search.graph)
+def _clause(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class TensorLook:
+    """A search on tensor axes for ranks that have a batch each, where it may beat `best`, which was found on data axes.
+
+    `are_joint`: batches of all ranks are alike, so that they can run as one.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        step: TracedStep,
+        search: SearchRequest,
+        best: PlanFrontier,
+        *,
+        are_joint: bool,
+    ) -> None:
+        self._request, self._step, self._best = request, step, best
+        self._are_joint = are_joint
+        self._search = search  # of the whole step; from `by_formula` on of a step that can be split
+
+    def by_formula(self) -> tuple[str | None, list[OpGraph]]:
+        """Search with kernels on slices by formula. Return why no plan may be chosen, as a clause, or their graphs."""
+        if reason := self._why_not():
+            return reason, []
+        trainer, batch, graph, trace = self._step.trainer, self._step.batch, self._step.graph, self._step.trace
+        if reason := why_no_turns(trainer, batch, graph):
+            return reason, []
+        if self._are_joint:  # else turns would be taken in most steps
+            _trace_larger(trace, trainer, batch, graph)
+        split = split_model(trainer, batch, graph, trace)
+        of_turns = {"own_batches": True, "evaluates": trainer.enable_validation, "layout": "tensor"}
+        self._search = dataclasses.replace(self._search, graph=graph, split=split, **of_turns)  # type: ignore[arg-type]
+        request, frontier = self._request, search_plans(self._search)
+        split_best, best = (fastest(request, self._search, [each]) for each in (frontier, self._best))
+        if split_best is None or (best is not None and request.objective == "time" and not pays(split_best, best)):
+            return "no plan with a tensor axis is better", []
+        return None, local_graphs(self._search)
+
+    def frontier(self, kernels: Mapping[KernelKey, float]) -> PlanFrontier:
+        """Search with the seconds of `kernels` on slices."""
+        kernels = {**self._search.kernel_seconds, **kernels}
+        return search_plans(dataclasses.replace(self._search, kernel_seconds=kernels))
+
+    def _why_not(self) -> str | None:
+        """Why no plan with a tensor axis can be chosen, as a clause; None where one might be."""
+        request, trainer, search = self._request, self._step.trainer, self._search
+        (ranks,) = search.device_counts
+        sizes = tensor_sizes(search.cluster, ranks)
+        if not sizes or any((ranks // trainer.num_nodes) % size for size in sizes):
+            return "no node has several ranks"
+        if not search.optimizer.elementwise:
+            return "the optimizer does not update elements one by one"
+        best = fastest(request, search, [self._best])
+        if best is not None and request.objective == "time":
+            mesh, samples = data_mesh(ranks), search.graph.batch_size
+            step = TrainingStep(search.graph, search.cluster, search.optimizer, mesh, samples, search.kernel_seconds)
+            if not pays(min(least_seconds(step, size) for size in sizes), best):
+                return "computation alone takes so long that the rest is not worth it"
+        return needs_whole_parameters(request, trainer, search.graph) or why_no_turns(trainer)
 
 
 def _trace_larger(trace: FunctionTrace, trainer: pl.Trainer, batch: Any, graph: OpGraph) -> None:
@@ -145,38 +211,3 @@ def _trace_larger(trace: FunctionTrace, trainer: pl.Trainer, batch: Any, graph: 
         warnings.simplefilter("ignore")
         capture(trainer.lightning_module, map_tensors(batch, doubled), batch_scaling=False, **options)
         trace.first_borders, trace.first_samples = larger.borders, 2 * samples
-
-
-def _look(
-    request: PlanRequest,
-    trainer: pl.Trainer,
-    batch: Any,
-    costs: RunCosts,
-    search: SearchRequest,
-    found: list[PlanFrontier],
-) -> str | None:
-    """Add the plans with a tensor axis to `found`, on rank 0; or return why not, as a clause. A collective call."""
-    watched = WatchedTrace(FunctionTrace())
-    are_joint = are_alike(batch, None, device=trainer.strategy.root_device)
-    graph = capture_on_ranks(trainer, batch, trace=watched)
-    split = split_model(trainer, batch, graph, watched.trace)
-    of_turns = {"own_batches": True, "evaluates": trainer.enable_validation, "layout": "tensor"}
-    search = dataclasses.replace(search, graph=graph, split=split, **of_turns)  # type: ignore[arg-type]
-
-    def by_formula() -> tuple[str | None, list[OpGraph]]:
-        if watched.changes:
-            return "training_step changes objects that the next step finds changed", []
-        if are_joint:  # else turns would be taken in most steps
-            _trace_larger(watched.trace, trainer, batch, graph)
-        frontier = search_plans(search)
-        split_best, best = fastest(request, search, [frontier]), fastest(request, search, found[:1])
-        if split_best is None or (best is not None and request.objective == "time" and not pays(split_best, best)):
-            return "no plan with a tensor axis is better", []
-        return None, [] if costs.measurements is None else local_graphs(search)
-
-    reason, graphs = on_rank_0(by_formula)
-    if reason is not None:
-        return reason
-    kernels = {**search.kernel_seconds, **costs.measured(graphs)}
-    on_rank_0(lambda: found.append(search_plans(dataclasses.replace(search, kernel_seconds=kernels))))
-    return None

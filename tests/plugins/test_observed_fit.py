@@ -147,13 +147,13 @@ class Patient(Callback):
 def searched_beside(rank: int, fails: bool) -> tuple[Any, Any, list[int]]:
     torch.manual_seed(0)
     observed_fit._why_ddp_stays = lambda *_: None  # type: ignore[assignment]
-    observed_fit._cluster_of = lambda *_: Cluster.load(CLUSTER)  # type: ignore[assignment]
+    observed_fit._cluster_of = lambda *_: (Cluster.load(CLUSTER), None)  # type: ignore[assignment]
     search = observed_fit._search
 
-    def searched(*args: Any) -> Any:
+    def searched(*args: Any, **kwargs: Any) -> Any:
         if fails:
             raise NoPlanFitsError("none fits")
-        return search(*args)
+        return search(*args, **kwargs)
 
     observed_fit._search = searched  # type: ignore[assignment]
     expected = run(DDPStrategy())

@@ -13,12 +13,15 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from lightning_topt.costs.node_types import Link
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plugins.own_batches import why_steps_may_differ
 from lightning_topt.plugins.pipeline_look import why_not_cut
 from tests.models import GPT
 from tests.plugins.test_turns import CLIPPED, FAST, Case, OwnBatches, Rich, assert_equal, cluster, results_of
 from tests.plugins.trainer_ranks import loader, make_trainer, on_ranks, topt_trainer
+
+SLOW = Link(1e-5, 1e6)
 
 
 class Staged(Rich):
@@ -94,6 +97,12 @@ def test_a_fit_in_stages_is_that_of_ddp(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "summary", "reason"),
     [
+        (Case(2, options={"cluster": cluster(1, 2, SLOW)}, width=64), "2 stages", "the model is cut into stages"),
+        (
+            Case(4, None, CLIPPED, {"cluster": cluster(1, 4, SLOW)}, 64),
+            "pipeline 2 x data 2, 2 stages",
+            "the model is cut into stages",
+        ),
         (Case(2, options={"cluster": cluster(1, 2, FAST)}), "5 x DDP", "As fast as any plan"),
     ],
 )

@@ -108,7 +108,7 @@ def plan(data: int, storage: str = "ddp", *, recompute: bool = False) -> dict[st
 
 
 CPU = Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6)
-FAST = Link(1e-5, 1e9)
+FAST, SLOW = Link(1e-5, 1e9), Link(1e-5, 1e6)
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,11 @@ def cluster(per_node: int, nodes: int, link: Link) -> Cluster:
             "split on data 2 x tensor 2, 2 microbatches",
             "without which no plan fits",
         ),
+        (
+            Case(2, options={"cluster": cluster(2, 1, SLOW)}, width=64),
+            "on data 1 x tensor 2, 2 microbatches",
+            "without that the fastest plan takes",
+        ),
         (Case(2, options={"cluster": cluster(2, 1, FAST)}), "5 x DDP", "As fast as any plan"),
     ],
 )
@@ -210,6 +215,36 @@ def test_tensor_axes_are_found_where_they_are_best(case: Case, summary: str, rea
     found = check(case)
     assert found["planned"][1] == "search"
     assert summary in found["planned"][0] and reason in found["planned"][2]
+
+
+class KeepsFirst(Rich):
+    """Takes something from the first batch of its rank, and leaves nothing behind after that."""
+
+    first: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if self.first is None:
+            self.first = batch["tokens"].float().mean()
+        out = super().training_step(batch, batch_idx)
+        return {**out, "loss": out["loss"] * (1 + self.first / 100)}
+
+
+def keeping(rank: int) -> tuple[Any, Any, Any]:
+    found = []
+    options = {"cluster": cluster(2, 1, SLOW)}
+    for trainer in (make_trainer("ddp", devices=2, max_epochs=1), topt_trainer(None, options=options, max_epochs=1)):
+        torch.manual_seed(rank)
+        module = KeepsFirst(64)
+        trainer.fit(module, OwnBatches(6))
+        found.append([output[0] for output in module.outputs])
+    strategy = trainer.strategy
+    return *found, (strategy.parallel_plan.summary(), strategy.planning and strategy.planning.left_out)
+
+
+def test_ranks_that_hold_other_values_do_not_run_batches_of_one_another() -> None:
+    for rank, (expected, losses, (summary, left_out)) in enumerate(on_ranks(keeping)):
+        assert losses == pytest.approx(expected, rel=1e-5) and "tensor" not in summary
+        assert rank or "hold other values" in left_out["Parameters were not split over tensor axes"]
 
 
 def resumed(rank: int, folder: Path) -> Any:

@@ -1,4 +1,4 @@
-"""The one way tests start ranks: forked processes on gloo with a file store, hard timeouts, errors carried back."""
+"""The one way tests start ranks: processes on gloo with a file store, hard timeouts, errors carried back."""
 
 from __future__ import annotations
 
@@ -45,13 +45,18 @@ def free_port() -> int:
             return port
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 90) -> list[Any]:
-    """Run ``function(rank, *args)`` on `world_size` forked gloo ranks; the results in rank order.
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 90, fresh: bool = False
+) -> list[Any]:
+    """Run ``function(rank, *args)`` on `world_size` gloo ranks; the results in rank order.
 
-    Results must pickle. Raises RuntimeError with the traceback of the first rank that failed, or on timeout.
+    Ranks are forked from this process. `fresh` ones are new processes: what this one holds is no part of their memory, and
+    `function` and `args` must pickle. Results must pickle. Raises RuntimeError with the traceback of the first rank that
+    failed, or on timeout.
     """
-    load_kernels()
-    context = mp.get_context("fork")
+    if not fresh:
+        load_kernels()
+    context: Any = mp.get_context("spawn" if fresh else "fork")
     queue, connected = context.SimpleQueue(), context.Barrier(world_size)
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -68,7 +73,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         results: dict[int, Any] = {}
         try:
             while len(results) < world_size:
-                if not queue._reader.poll(timeout_seconds):  # type: ignore[attr-defined]
+                if not queue._reader.poll(timeout_seconds):
                     raise RuntimeError(f"ranks {sorted(set(range(world_size)) - set(results))} gave no result in time")
                 rank, value, error = queue.get()
                 if error:

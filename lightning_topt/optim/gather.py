@@ -52,7 +52,28 @@ def packed(
         yield from of_kind
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Planned:
+    """One broadcast to come: `rows`, those of `pieces`, travel as `dtype`."""
+
+    owner: int
+    pieces: list[Piece]
+    rows: list[Tensor]
+    dtype: torch.dtype
+    copied: bool  # what the owner sends is not its rows: it takes the sent values, too
+
+    def begin(self) -> _Message:
+        """Return the message with the memory that it needs while it is under way."""
+        rows, first = self.rows, self.rows[0]
+        if len(rows) == 1 and first.is_contiguous() and self.dtype == first.dtype:
+            return _Message(self.owner, self.pieces, rows, first.view(-1), None, self.copied)
+        sizes = [part.numel() for part in rows]
+        buffer = torch.empty(sum(sizes), dtype=self.dtype, device=first.device)
+        parts = [part.view(own.shape) for part, own in zip(torch.split(buffer, sizes), rows, strict=True)]
+        return _Message(self.owner, self.pieces, rows, buffer, parts, self.copied)
+
+
+@dataclass(frozen=True)
 class _Message:
     """One broadcast: `buffer` is the memory of its only piece, or `parts` are the views (of each piece) into it."""
 
@@ -61,7 +82,7 @@ class _Message:
     rows: list[Tensor]
     buffer: Tensor
     parts: list[Tensor] | None
-    copied: bool  # what the owner sends is not its rows: it takes the sent values, too
+    copied: bool
 
     def fill(self, sources: Mapping[Piece, Tensor]) -> None:
         if self.parts is not None:
@@ -85,8 +106,8 @@ class PendingGather:
 
         Raises PeerLostError when a rank is gone or late beyond the timeout of the group.
         """
-        messages, self._messages = self._messages, []
-        for message, work in messages:
+        while self._messages:
+            message, work = self._messages.pop(0)
             try:
                 work.wait()
             except RuntimeError as error:
@@ -103,8 +124,9 @@ class PieceGather:
 
     With `dtype` (``torch.bfloat16``), wider floating-point values travel in it and all ranks, the owner too, hold the rounded
     values afterwards. `sources` has what this rank sends where it is not the rows themselves: rounded or scattered ones.
-    Buffers for what is packed or rounded are kept between steps. Raises ValueError for pieces that do not cover their
-    parameters. `node`: the ranks of `group` through memory, for parameters on the CPU.
+    Buffers for what is packed or rounded live from `start` to `wait`: kept, they would be as large as all small parameters.
+    Raises ValueError for pieces that do not cover their parameters. `node`: the ranks of `group` through memory, for
+    parameters on the CPU.
     """
 
     def __init__(
@@ -122,12 +144,12 @@ class PieceGather:
         self.group, self.dtype, self.sources = group, dtype, sources or {}
         self.rank, self.node = dist.get_rank(group), node
         self._planned_for: Any = None
-        self._plan: list[_Message] = []
+        self._plan: list[_Planned] = []
 
     @torch.no_grad()
     def start(self, indices: Collection[int] | None = None) -> PendingGather:
         """Begin to send the pieces of the parameters `indices` (default: of all); the same ones on all ranks."""
-        messages = self._messages(indices)
+        messages = [planned.begin() for planned in self._planned(indices)]
         works = self._read_from_memory(messages) if self.node else map(self._broadcast, messages)
         return PendingGather(list(zip(messages, works, strict=True)), rank=self.rank)
 
@@ -153,31 +175,25 @@ class PieceGather:
         """Do `start` and wait."""
         self.start(indices).wait()
 
-    def _messages(self, indices: Collection[int] | None) -> list[_Message]:
+    def _planned(self, indices: Collection[int] | None) -> list[_Planned]:
         """The messages, planned again when other parameters are sent or a parameter has got other memory."""
         chosen = None if indices is None else frozenset(indices)
         pieces = [piece for piece in self.pieces if chosen is None or piece.index in chosen]
         state = chosen, [self.parameters[index].data_ptr() for index in dict.fromkeys(piece.index for piece in pieces)]
         if self._planned_for != state:
-            self._planned_for, self._plan = state, list(self._planned(pieces))
+            self._planned_for, self._plan = state, list(self._in_turns(pieces))
         return self._plan
 
-    def _planned(self, pieces: Sequence[Piece]) -> Iterator[_Message]:
+    def _in_turns(self, pieces: Sequence[Piece]) -> Iterator[_Planned]:
         """Owners take turns, so that links carry both directions at once."""
-        by_owner: dict[int, list[_Message]] = {}
+        by_owner: dict[int, list[_Planned]] = {}
         for together in packed(pieces, self.parameters, dtype=self.dtype):
             dtype = sent_dtype(self.parameters[together[0].index], self.dtype)
-            by_owner.setdefault(together[0].owner, []).append(self._message(together, dtype))
+            by_owner.setdefault(together[0].owner, []).append(self._plan_of(together, dtype))
         in_turns = chain.from_iterable(zip_longest(*(by_owner[owner] for owner in sorted(by_owner))))
         return (message for message in in_turns if message is not None)
 
-    def _message(self, pieces: list[Piece], dtype: torch.dtype) -> _Message:
+    def _plan_of(self, pieces: list[Piece], dtype: torch.dtype) -> _Planned:
         rows = [rows_of(self.parameters[piece.index], piece) for piece in pieces]
-        owner, first = pieces[0].owner, rows[0]
-        copied = dtype != first.dtype or any(piece in self.sources for piece in pieces)
-        if len(rows) == 1 and first.is_contiguous() and dtype == first.dtype:
-            return _Message(owner, pieces, rows, first.view(-1), None, copied)
-        sizes = [part.numel() for part in rows]
-        buffer = torch.empty(sum(sizes), dtype=dtype, device=first.device)
-        parts = [part.view(own.shape) for part, own in zip(torch.split(buffer, sizes), rows, strict=True)]
-        return _Message(owner, pieces, rows, buffer, parts, copied)
+        copied = dtype != rows[0].dtype or any(piece in self.sources for piece in pieces)
+        return _Planned(pieces[0].owner, pieces, rows, dtype, copied)

@@ -94,12 +94,18 @@ class OptimizerSharding(Technique):
         ranks, parameters = step.mesh.data_parallel_size, step.parameters(block)
         seconds.update += sum(step.update_seconds(p) for p in parameters) / ranks
         seconds.update += temporaries_seconds(step, {p: 1 / ranks for p in parameters})
+        seconds.update += step.taken_seconds(sum(self.result_bytes(step, p, config) for p in parameters))
         broadcasts = [*_broadcasts(step, block)]  # one after another: nobody computes in between, so nobody waits
         seconds.broadcast += step.seconds_of(broadcasts) - step.waits_of(broadcasts)
 
     @override
     def plan_seconds(self, step: TrainingStep, blocks: Collection[str]) -> float:
         return _excess(step, blocks, step.update_seconds)
+
+    @override
+    def result_bytes(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
+        size = parameter_bytes(parameter)
+        return float(size) if parameter.trainable and size < _SMALL_BYTES else 0.0
 
     # ---- how it is applied -------------------------------------------------------------------------------------------
 

@@ -82,11 +82,11 @@ class PlanBatch:
 
     @cached_property
     def _temporaries(self) -> Array:
-        largest, together = np.zeros((2, len(self.plans)))
+        largest, together, sent = np.zeros((3, len(self.plans)))
         for block, (name, legal) in enumerate(self.configs.items()):
             sizes = np.array([self.costs.temporaries(name, config) for config in legal])[self.plans[:, block]]
-            largest, together = np.maximum(largest, sizes[:, 0]), together + sizes[:, 1]
-        return np.maximum(largest, together)
+            largest, together, sent = np.maximum(largest, sizes[:, 0]), together + sizes[:, 1], sent + sizes[:, 2]
+        return np.maximum(np.maximum(largest, together), sent)
 
     def _by_neighbours(self) -> Iterator[tuple[Rows, dict[str, Neighbours]]]:
         """Plans that shard the gradients of the same blocks, and the neighbours of these."""

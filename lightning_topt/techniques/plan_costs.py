@@ -117,9 +117,8 @@ class PlanCosts:
         yield from self.shared_lifetimes()
         for technique, blocks in self.by_technique(configs).items():
             yield from technique.plan_lifetimes(self.step, blocks)
-        temporaries = [self.temporaries(name, config) for name, config in configs.items()]
-        largest, together = max(each[0] for each in temporaries), sum(each[1] for each in temporaries)
-        yield Lifetime("temporaries", max(largest, together), UPDATE, UPDATE)
+        largest, *sums = zip(*(self.temporaries(name, config) for name, config in configs.items()), strict=True)
+        yield Lifetime("temporaries", max(*largest, *map(sum, sums)), UPDATE, UPDATE)
 
     def shared_lifetimes(self) -> Iterator[Lifetime]:
         """Yield what every plan keeps."""
@@ -128,14 +127,19 @@ class PlanCosts:
         yield phases.always("process", step.cluster.device.process_bytes)
         yield Lifetime("parameters", step.joined_bytes, UPDATE, UPDATE)  # an evaluation comes when the update is over
 
-    def temporaries(self, block: str, config: OpConfig) -> tuple[float, float]:
-        """Return the bytes of the optimizer's temporaries: of the largest parameter, and of all that are alive together."""
+    def temporaries(self, block: str, config: OpConfig) -> tuple[float, float, float]:
+        """Return the bytes of the optimizer's temporaries: of the largest parameter, and of all that are alive together.
+
+        The third number is the bytes of the buffers in which results travel. They live together, after the temporaries.
+        """
         key = self.step.alike[block], config
         if key not in self._updates:
             techniques = self.techniques(config)
             parameters = self.step.parameters(block)
             factors = {p: [t.update_share(self.step, p, config) for t in techniques] for p in parameters}
-            self._updates[key] = temporary_bytes(self.step, {p: float(np.prod(each)) for p, each in factors.items()})
+            sizes = temporary_bytes(self.step, {p: float(np.prod(each)) for p, each in factors.items()})
+            sent = sum(t.result_bytes(self.step, p, config) for t in techniques for p in parameters)
+            self._updates[key] = *sizes, sent
         return self._updates[key]
 
     def memory(self, configs: Configs) -> Array:
@@ -271,7 +275,7 @@ class PlanCosts:
         return {}
 
     @cached_property
-    def _updates(self) -> dict[tuple[int, OpConfig], tuple[float, float]]:
+    def _updates(self) -> dict[tuple[int, OpConfig], tuple[float, float, float]]:
         return {}
 
     @cached_property

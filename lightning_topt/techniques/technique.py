@@ -3,7 +3,8 @@
 A technique takes care of some entries of an `OpConfig` (its storage, its recomputation, ...), in one file with three faces:
 
     what is legal            claims, check, configs
-    what it costs            takes_part, collectives, lifetimes, plan_lifetimes, add_seconds, plan_seconds, update_share
+    what it costs            takes_part, collectives, lifetimes, plan_lifetimes, add_seconds, plan_seconds, update_share,
+                             result_bytes
     how it is applied        apply, which returns how to undo it
 
 Adding one takes its own file and one line of the registry.
@@ -258,6 +259,10 @@ class Technique(ABC):
         By default it does not: 1.
         """
         return 1.0
+
+    def result_bytes(self, step: TrainingStep, parameter: Parameter, config: OpConfig) -> float:
+        """Return the bytes of the buffer in which the updated `parameter` travels; none by default."""
+        return 0.0
 
     # ---- how it is applied -------------------------------------------------------------------------------------------
 

@@ -199,7 +199,7 @@ def cluster(per_node: int, nodes: int, link: Link) -> Cluster:
             "without which no plan fits",
         ),
         (
-            Case(4, None, CLIPPED, {"cluster": cluster(2, 2, FAST), "memory_limit": "345KiB"}, width=32),
+            Case(4, None, CLIPPED, {"cluster": cluster(2, 2, FAST), "memory_limit": "360KiB"}, width=32),
             "split on data 2 x tensor 2, 2 microbatches",
             "without which no plan fits",
         ),

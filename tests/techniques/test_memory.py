@@ -89,6 +89,7 @@ def simulate_replicated(graph, profile, configs, world_size, rank, views):
                 memory.free(("gradient", p.name))
         memory.free("backward")
     memory.spike(max((u.temporary_bytes for u in profile.updates.values()), default=0))
+    memory.spike(sum(map(parameter_bytes, trained)))  # small ones travel through buffers
     return memory.peak
 
 

@@ -1,0 +1,108 @@
+"""Predicted bytes of plans against those that two ranks really take, phase by phase.
+
+The ranks are new processes: forked ones could reuse what earlier tests freed, and would seem to take less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_topt.costs.optimizer import read_optimizer
+from lightning_topt.costs.training_step import TrainingStep
+from lightning_topt.execution.allocator import return_freed_memory, warm_up
+from lightning_topt.execution.engine import Engine
+from lightning_topt.execution.memory_meter import MemoryMeter, release_free_memory
+from lightning_topt.graph.capture import capture
+from lightning_topt.graph.mesh_axes import data_mesh
+from lightning_topt.plan.parallel_plan import uniform_plan
+from lightning_topt.plugins.planning import make_fake_optimizers
+from lightning_topt.techniques.explain import explain
+from lightning_topt.techniques.plan_costs import PlanCosts
+from tests.costs.graphs import cluster_of
+from tests.launch import run_ranks
+
+CPU, MIB = torch.device("cpu"), 2**20
+linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+
+
+class Stack(pl.LightningModule):
+    """Many layers of less than 1 MiB each: 36 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(480, 480), nn.GELU()) for _ in range(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def peaks(rank: int, level: int, views: bool) -> list[tuple[float, float]]:
+    """MiB (predicted, measured) of the forward pass, the backward pass and the step."""
+    return_freed_memory(CPU)
+    module, batch = Stack(), torch.randn(128, 480)
+    graph = capture(module, batch)
+    optimizers, named = make_fake_optimizers(module, device=CPU)
+    profile = read_optimizer(optimizers, named_parameters=named)
+    names = [block.name for block in graph.blocks]
+    plan = replace(uniform_plan(level, data_parallel_size=2, blocks=names), gradient_views=views)
+    step = TrainingStep(graph, cluster_of(2, backend="gloo"), profile, data_mesh(2), 128, gradient_views=views)
+    found = explain(PlanCosts(step), plan.configs).phases
+    predicted = [
+        max(size for phase, size in found.items() if phase.startswith(kind))
+        for kind in ("forward", "backward", "update")
+    ]
+    del graph, step, optimizers, named, profile
+    warm_up(CPU)
+    meter = MemoryMeter(CPU)
+    meter.mark_base(module)
+    engine = Engine(plan, module, device=CPU)
+    model = engine.apply()
+    optimizer = module.configure_optimizers()
+    engine.attach_optimizers([optimizer])
+    release_free_memory()
+    measured: list[list[float]] = [[], [], []]
+
+    def note(index: int) -> None:
+        measured[index].append(meter.peak_bytes() or 0.0)
+        meter.reset_peak()
+
+    for _ in range(9):
+        meter.reset_peak()
+        loss = model(batch)
+        note(0)
+        optimizer.zero_grad()
+        meter.reset_peak()
+        loss.backward()
+        note(1)
+        optimizer.step()
+        note(2)
+        del loss
+    engine.release()
+    # Pages that the kernel takes away or gives back meanwhile make one peak of them lower or higher.
+    return [(size / MIB, median(taken[2:]) / MIB) for size, taken in zip(predicted, measured, strict=True)]
+
+
+@linux
+@pytest.mark.parametrize(("level", "views"), [(0, False), (0, True), (1, False), (1, True)])
+def test_whole_gradients_take_what_was_predicted(level: int, views: bool) -> None:
+    """Up to what a process keeps beside tensors, some MiB; not all results of an update arrive at once."""
+    for rank in run_ranks(peaks, 2, level, views, fresh=True):
+        for phase, (predicted, measured) in zip(("forward", "backward", "update"), rank, strict=True):
+            assert 0.85 * predicted < measured < predicted + 10, (phase, rank)

@@ -41,13 +41,14 @@ def add_pipelines(
     frontier = _search(request, dataclasses.replace(search, evaluates=trainer.enable_validation), found)
     if not frontier.points:
         return "no plan with stages is better"
+    every = together([*found, frontier])
     try:
-        chosen = choose_for(request, together([*found, frontier]), search.cluster).plan
-    except NoPlanFitsError:
-        return "they do not fit either"
-    if not chosen.own_batches:
+        plan = choose_for(request, every, search.cluster).plan
+    except NoPlanFitsError:  # the error will name the smallest
+        plan = min(every.candidates, key=lambda point: point.peak_bytes).plan
+    if not plan.own_batches:
         return "no plan with stages is better"
-    if reason := why_not_cut(trainer, batch, chosen):
+    if reason := why_not_cut(trainer, batch, plan):
         return reason
     found.append(frontier)
     return None

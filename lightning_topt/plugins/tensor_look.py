@@ -169,7 +169,8 @@ class TensorLook:
         self._search = dataclasses.replace(self._search, graph=graph, split=split, **of_turns)  # type: ignore[arg-type]
         request, frontier = self._request, search_plans(self._search)
         split_best, best = (fastest(request, self._search, [each]) for each in (frontier, self._best))
-        if split_best is None or (best is not None and request.objective == "time" and not pays(split_best, best)):
+        # Where nothing fits at all, the error is to name the smallest plan, be it one of these.
+        if best is not None and (split_best is None or (request.objective == "time" and not pays(split_best, best))):
             return "no plan with a tensor axis is better", []
         return None, local_graphs(self._search)
 

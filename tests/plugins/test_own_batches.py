@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_topt import AutoParallelStrategy
 from lightning_topt.costs.cluster import Cluster, Device, Link
 from lightning_topt.graph.capture import capture
 from lightning_topt.plan.choose import NoPlanFitsError
@@ -274,3 +276,35 @@ def test_where_no_plan_fits_the_error_says_why_none_splits_parameters() -> None:
     for sentence in on_ranks(too_small):
         assert "no plan fits" in sentence and "not split over tensor axes: training_step changes objects" in sentence
         assert "Stages of a pipeline were left out: " in sentence
+
+
+class Deep(MLP):
+    """Eight equal layers: the smallest plan splits them over ranks, inside layers or between them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8)))
+
+
+def needed_and_run(rank: int, nodes: int, width: int) -> tuple[str, str]:
+    """The error where nothing fits, and the plan that runs under the limit which it names."""
+    device = Device("core", 2**33, {"float32": 3e9}, 8e9, 3e-6)
+    cluster = Cluster("toy", device, 2 // nodes, nodes, Link(1e-5, 1e9), Link(1e-5, 1e9), backend="gloo")
+
+    def fit(limit: str) -> L.Trainer:
+        trainer = topt_trainer(options={"cluster": cluster, "memory_limit": limit}, limit_train_batches=2)
+        trainer.fit(Deep(width), DataLoader(torch.zeros(16, width), batch_size=4))
+        return trainer
+
+    with pytest.raises(RuntimeError if rank else NoPlanFitsError) as caught:
+        fit("1KiB")
+    number, unit = re.findall(r"The smallest needs (\S+) (\w+)", str(caught.value))[0]
+    strategy = fit(f"{float(number) + 0.01}{unit}").strategy  # the number is rounded
+    assert isinstance(strategy, AutoParallelStrategy) and strategy.parallel_plan is not None
+    return str(caught.value), strategy.parallel_plan.summary()
+
+
+@pytest.mark.parametrize(("nodes", "width", "kind"), [(1, 64, "data 1 x tensor 2"), (2, 640, "pipeline 2 x data 1")])
+def test_the_error_names_the_smallest_plan_of_any_kind_and_that_one_runs(nodes: int, width: int, kind: str) -> None:
+    (error, summary), _ = on_ranks(needed_and_run, nodes, width)
+    assert kind in error.partition("Set memory_limit")[0] and kind in summary

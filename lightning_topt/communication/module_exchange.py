@@ -19,6 +19,7 @@ from lightning_topt.communication.exchange_context import ExchangeContext, Excha
 from lightning_topt.communication.exchange_method import GradientMethod
 from lightning_topt.communication.exchange_worker import ExchangeWorker
 from lightning_topt.communication.exempt import exempt_names
+from lightning_topt.communication.named_tensors import averaged_parameters
 from lightning_topt.communication.own_buckets import OwnBucket
 from lightning_topt.communication.peers import PeerMonitor, ranks_that
 from lightning_topt.communication.streams import make_streams
@@ -61,7 +62,7 @@ class ModuleExchange:
         exempt: Collection[str] = (),
     ) -> None:
         self.settings, self.topology = settings, topology
-        self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+        self.parameters = averaged_parameters(module, ignored)
         self.names = {id(parameter): n for n, parameter in self.parameters.items()}
         rules = method.exempt_rules
         self.exempt = exempt_names(module, () if rules is None else (*rules, *exempt))

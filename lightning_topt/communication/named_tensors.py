@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_topt.communication.bucket import is_finite
 
@@ -58,3 +58,22 @@ class NamedTensors:
             raise ValueError(f"the saved {what} is of another model: {', '.join(wrong[:3])} differ in name or shape")
         for name, part in self.split(flat).items():
             part.copy_(state[name])
+
+
+def averaged_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
+    """Return the trained parameters whose gradients DDP averages where it is to ignore the names `ignored`.
+
+    DDP asks for a parameter of the module itself as ``".scale"`` here, and as ``"scale"`` where it broadcasts values.
+    """
+    averaged = {
+        parameter
+        for prefix, submodule in module.named_modules()
+        for name, parameter in submodule.named_parameters(recurse=False)
+        if parameter.requires_grad and f"{prefix}.{name}" not in ignored
+    }
+    return {name: parameter for name, parameter in module.named_parameters() if parameter in averaged}
+
+
+def equal_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
+    """Return the trained parameters that DDP keeps equal on all ranks: it broadcasts them, and averages their gradients."""
+    return {name: parameter for name, parameter in averaged_parameters(module, ignored).items() if name not in ignored}

@@ -21,6 +21,7 @@ from lightning_topt.communication.exchange_method import ExchangeMethod
 from lightning_topt.communication.hook import ExchangeStatistics
 from lightning_topt.communication.local_method import LocalMethod
 from lightning_topt.communication.method_registry import read_method
+from lightning_topt.communication.named_tensors import equal_parameters
 from lightning_topt.communication.outer_steps import OuterSteps
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.communication.topology import Topology
@@ -32,6 +33,7 @@ from lightning_topt.plugins.ddp_parts import (
 )
 from lightning_topt.plugins.exchange_monitor import add_monitor
 from lightning_topt.plugins.lost_ranks import NamesLostRanks
+from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -88,14 +90,15 @@ class LocalStepsStrategy(NamesLostRanks):
     def configure_ddp(self) -> None:
         module = self.lightning_module
         assert module is not None
-        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        ignored = names_to_ignore(module)
+        trained = equal_parameters(module, ignored)
         for name, parameter in module.named_parameters():
-            if name not in trained:
+            if not parameter.requires_grad and name not in ignored:
                 dist.broadcast(parameter.detach(), 0)
         self.outer = OuterSteps(
             trained.items(),
             self.method,
-            buffers=module.named_buffers(),
+            buffers=[(name, buffer) for name, buffer in module.named_buffers() if name not in ignored],
             topology=self._topology(),
             timeout_seconds=self.timeout_seconds,
         )
@@ -164,9 +167,9 @@ class LocalStepsStrategy(NamesLostRanks):
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.outer is not None and self.lightning_module is not None
-        known = self.outer.parameters.tensors
-        for name, parameter in self.lightning_module.named_parameters():
-            if parameter.requires_grad and name not in known:
+        known, module = self.outer.parameters.tensors, self.lightning_module
+        for name in equal_parameters(module, names_to_ignore(module)):
+            if name not in known:
                 raise ValueError(
                     f"{name} was frozen when the fit began and is trained now, so ranks would never exchange it: begin with it "
                     "trainable, or start another fit"

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_topt.communication.named_tensors import equal_parameters
 from lightning_topt.optim.adaptive_step import AdaptiveStep
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.plugins.auto_parallel import AutoParallelStrategy
@@ -85,11 +86,11 @@ def optimizers_of(trainer: pl.Trainer) -> list[Optimizer]:
 
 
 def reduced_parameters(strategy: Strategy) -> frozenset[Tensor]:
-    """Return the parameters whose gradients DDP averages, those that need one when the module is wrapped: call it soon after
+    """Return the parameters that DDP keeps equal, those that need a gradient when the module is wrapped: call it soon after
     that.
     """
     assert isinstance(strategy.model, DistributedDataParallel)
-    return frozenset(parameter for parameter in strategy.model._module_parameters if parameter.requires_grad)
+    return frozenset(equal_parameters(strategy.model.module, strategy.model.parameters_to_ignore).values())
 
 
 def check_equal_optimizers(

@@ -37,6 +37,7 @@ from lightning_topt.plugins.plan_request import PlanRequest
 from lightning_topt.plugins.planning import Planning, optimizers_of
 from lightning_topt.plugins.planning_ranks import on_every_rank, on_rank_0
 from lightning_topt.plugins.whole_parameters import why_whole
+from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTrace
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 
@@ -248,6 +249,11 @@ def needs_whole_parameters(
     """Why plans that shard the parameters whose name `would_shard` cannot run here, or None."""
     if request.only_replicated:
         return "options of DistributedDataParallel were given, and sharded plans do not run it"
+    if ignored := names_to_ignore(trainer.lightning_module):
+        return (
+            f"each rank keeps a {min(ignored)!r} of its own (_ddp_params_and_buffers_to_ignore), which only "
+            "DistributedDataParallel leaves alone"
+        )
     averaging = (StochasticWeightAveraging, WeightAveraging)
     if any(isinstance(callback, averaging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return "weight-averaging callbacks copy whole parameters"

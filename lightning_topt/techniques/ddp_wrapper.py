@@ -18,11 +18,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from lightning_topt.communication.named_tensors import averaged_parameters
 from lightning_topt.communication.topology import Topology
 
 _BUCKETS = 16
 _SMALLEST_BUCKET, _TORCH_BUCKET = 1 << 20, 25 << 20  # torch 2.13 `distributed.py`, `_BucketCapacityConfig`
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it, an attribute of the module
 _BUCKET_ARGUMENTS = {"bucket_cap_mb", "bucket_cap_mb_list"}
+
+
+def names_to_ignore(module: nn.Module) -> frozenset[str]:
+    """Return the parameters and buffers that the user keeps out of DDP: each rank has its own."""
+    return frozenset(getattr(module, _IGNORED, ()))
 
 
 def bucket_limits(gradients: int) -> list[int]:
@@ -70,9 +77,9 @@ def wrap_in_ddp(
     """
     device_ids = None if device.type == "cpu" else [device.index]
     if not _BUCKET_ARGUMENTS & set(arguments):
-        averaged = (p for name, p in module.named_parameters() if p.requires_grad and name not in ignored)
+        averaged = averaged_parameters(module, {*names_to_ignore(module), *ignored})
         # DDP says what is wrong with lazy ones.
-        limits = bucket_limits(sum(p.nbytes for p in averaged if not is_lazy(p)))
+        limits = bucket_limits(sum(p.nbytes for p in averaged.values() if not is_lazy(p)))
         if len(limits) == 1:
             arguments = {**arguments, "bucket_cap_mb": limits[0] / (1 << 20)}
     with _ignoring(module, ignored), _side_stream(device):
@@ -88,16 +95,16 @@ def register_hook(ddp: DistributedDataParallel, hook: Callable[..., Any] | None,
 @contextmanager
 def _ignoring(module: nn.Module, names: Collection[str]) -> Generator[None, None, None]:
     """DDP reads what it is to ignore from an attribute of the module; what the user has there stays."""
-    attribute, before = "_ddp_params_and_buffers_to_ignore", dict(vars(module))
+    before = dict(vars(module))
     if names:
-        setattr(module, attribute, [*before.get(attribute, ()), *names])
+        setattr(module, _IGNORED, [*names_to_ignore(module), *names])
     try:
         yield
     finally:
-        if names and attribute in before:
-            setattr(module, attribute, before[attribute])
+        if names and _IGNORED in before:
+            setattr(module, _IGNORED, before[_IGNORED])
         elif names:
-            delattr(module, attribute)
+            delattr(module, _IGNORED)
 
 
 @contextmanager

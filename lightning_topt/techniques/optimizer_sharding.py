@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_topt.communication.named_tensors import equal_parameters
 from lightning_topt.costs.communication import Collective
 from lightning_topt.costs.lifetimes import Lifetime
 from lightning_topt.costs.sizes import parameter_bytes
@@ -32,6 +33,7 @@ from lightning_topt.techniques.data_parallel import (
     whole_gradient_collectives,
     whole_gradient_lifetimes,
 )
+from lightning_topt.techniques.ddp_wrapper import names_to_ignore
 from lightning_topt.techniques.technique import (
     Applied,
     BlockSeconds,
@@ -112,7 +114,8 @@ class OptimizerSharding(Technique):
     @override
     def apply(self, model: ParallelModel) -> Applied | None:
         names = [parameter for block in model.blocks_of(self) for parameter in model.parameters[block].values()]
-        shared = {parameter for parameter in names if is_shared(parameter)}
+        equal = {*equal_parameters(model.module, names_to_ignore(model.module)).values()}  # others have other updates
+        shared = {parameter for parameter in names if is_shared(parameter) and parameter in equal}
         if not shared:
             return None
         ranks, group = model.mesh.data_parallel_size, model.data_group

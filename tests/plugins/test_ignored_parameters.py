@@ -1,0 +1,101 @@
+"""Parameters that the user keeps out of DistributedDataParallel: each rank has its own, under every strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_topt import (
+    AutoParallelStrategy,
+    CompressedDDPStrategy,
+    LocalSteps,
+    LocalStepsStrategy,
+    ParallelOptimizerStep,
+    TopK,
+)
+from tests.plugins.trainer_ranks import OwnShare, make_trainer, on_ranks
+
+
+class OwnParts(L.LightningModule):
+    """Has a scale, a layer and a buffer that are each rank's own."""
+
+    def __init__(self, ignored: tuple[str, ...]) -> None:
+        super().__init__()
+        self._ddp_params_and_buffers_to_ignore = list(ignored)
+        self.embed, self.own, self.head = nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32)
+        self.scale = nn.Parameter(torch.rand(8))
+        self.register_buffer("seen", torch.rand(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        logits = self.head(self.own(self.embed(tokens)) * self.scale)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+OWN = ("own.weight", "own.bias", "scale", "seen")
+IGNORED = (*OWN, ".scale")  # a parameter of the module itself has two names for DDP
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda: "ddp",
+    "topt": AutoParallelStrategy,
+    "zero1": lambda: AutoParallelStrategy(plan="zero1"),
+    "zero1+recompute": lambda: AutoParallelStrategy(plan="zero1+recompute"),
+    "memory_limit": lambda: AutoParallelStrategy(memory_limit="1GB"),
+    "all entries sent": lambda: CompressedDDPStrategy(TopK(density=1.0)),
+    "a local step": lambda: LocalStepsStrategy(LocalSteps(every=1, outer_learning_rate=1.0, outer_momentum=0.0)),
+    "step shared": lambda: "ddp",
+    "gradients scattered": lambda: "ddp",
+}
+CALLBACKS = {
+    "step shared": lambda: ParallelOptimizerStep(always=True),
+    "gradients scattered": lambda: ParallelOptimizerStep(reduce_scatter=True),
+}
+
+
+def fits(rank: int, kinds: tuple[str, ...], ignored: tuple[str, ...]) -> list[dict[str, Tensor]]:
+    states = []
+    for kind in kinds:
+        torch.manual_seed(rank)
+        module = OwnParts(ignored)
+        callbacks = [CALLBACKS[kind]()] if kind in CALLBACKS else []
+        make_trainer(STRATEGIES[kind](), devices=2, callbacks=callbacks).fit(module, OwnShare(8))
+        states.append(module.state_dict())
+    return states
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STRATEGIES if kind != "ddp"])
+def test_ranks_keep_their_own_as_under_ddp(kind: str) -> None:
+    both = on_ranks(fits, ("ddp", kind), IGNORED)
+    for expected, found in both:
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    first, second = (found for _, found in both)
+    for name, value in first.items():
+        assert value.equal(second[name]) == (name not in OWN), name
+
+
+@pytest.mark.parametrize("root", ["scale", ".scale"])
+@pytest.mark.parametrize("kind", ["zero1", "all entries sent", "step shared"])
+def test_one_name_of_a_root_parameter_means_what_it_means_to_ddp(kind: str, root: str) -> None:
+    for expected, found in on_ranks(fits, ("ddp", kind), (root,)):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def refused(rank: int, plan: Any) -> str:
+    with pytest.raises(Exception) as caught:
+        module = OwnParts(IGNORED)
+        make_trainer(AutoParallelStrategy(plan=plan), devices=2).fit(module, OwnShare(8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3", "tensor", "pipeline"])
+def test_plans_that_cannot_keep_them_apart_say_so(plan: str) -> None:
+    for message in on_ranks(refused, plan):
+        assert "_ddp_params_and_buffers_to_ignore" in message and "choose" in message

@@ -20,7 +20,12 @@ from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.local_step import install_local_step
 from lightning_topt.optim.parallel_step import ParallelStep
 from lightning_topt.optim.pieces import Piece, num_rows
-from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of
+from lightning_topt.optim.update_rule import (
+    ELEMENTWISE,
+    UnsplittableOptimizer,
+    collective_in_step,
+    is_one_of,
+)
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
@@ -56,6 +61,8 @@ class AttachedOptimizer:
                 "plan cuts them along tensor axes: use an optimizer that updates elements one by one, such as AdamW or SGD, or "
                 "a plan without tensor axes"
             )
+        if replaced.keys() & set(parameters_of(optimizer)):
+            _check_runs_on_shards(optimizer)
         if replaced or split:
             follow_parameters(optimizer, replaced, split)
         steps = [step for install in attach if (step := install(optimizer)) is not None]
@@ -190,6 +197,17 @@ class AttachedOptimizer:
             yield
         finally:
             state.update(taken)
+
+
+def _check_runs_on_shards(optimizer: Optimizer) -> None:
+    """Raise UnsplittableOptimizer for a step that is known not to run on DTensors."""
+    name, way_out = type(optimizer).__name__, "Choose plan='ddp'"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsplittableOptimizer(f"this plan shards parameters, which {name} takes for one whole vector", way_out)
+    if (op := collective_in_step(optimizer)) is not None:
+        raise UnsplittableOptimizer(
+            f"this plan shards parameters, but the step of {name} is shared between ranks already ({op})", way_out
+        )
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class AdaptiveStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            kwargs["closure"] = lambda: loss  # one step may be several calls
         output = self._update(kwargs)
         return output if closure is None else loss
 

@@ -30,7 +30,7 @@ from lightning_topt.optim.full_state import (
 from lightning_topt.optim.gather import PendingGather, PieceGather
 from lightning_topt.optim.piece_keys import PieceKeys
 from lightning_topt.optim.pieces import Piece, check_pieces
-from lightning_topt.optim.step_hooks import inside_hooks
+from lightning_topt.optim.step_hooks import asked_once, inside_hooks
 
 _REPLACED = ("step", "state_dict", "load_state_dict", "consolidate_state_dict")  # on the optimizer, while installed
 
@@ -99,6 +99,7 @@ class ParallelStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            kwargs["closure"] = asked_once(loss, name=type(self.optimizer).__name__)
         self._consolidated = None
         try:
             with inside_hooks(self.optimizer, enter=self._narrow, leave=self._leave):

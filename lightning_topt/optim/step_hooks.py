@@ -40,3 +40,20 @@ def inside_hooks(
     finally:
         before.remove()
         after.remove()
+
+
+def asked_once(loss: Any, *, name: str) -> Callable[[], Any]:
+    """Return the closure of a step whose forward and backward pass are over. It raises ValueError when it is asked again."""
+    asked = False
+
+    def closure() -> Any:
+        nonlocal asked
+        if asked:
+            raise ValueError(
+                f"{name} asks its closure again in one step, and this step is shared between ranks: keep it whole "
+                "(plan='ddp', no ParallelOptimizerStep)"
+            )
+        asked = True
+        return loss
+
+    return closure

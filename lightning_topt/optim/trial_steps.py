@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lightning_topt.optim.counters import Counters
 
@@ -21,10 +24,16 @@ _MIN_STEPS, _MAX_STEPS = 4, 50
 _SCALE = 0.1  # of trial parameters: small, so that rounding of the parameter hides little of its change
 _RELATIVE, _ULPS = 1e-3, 8.0  # two results are the same within this part of the change, and this many roundings
 _SEED = 20101
+_CURVATURE = 1e3  # of the loss of a trial: large, so that gradients show how far a step moved
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 
 
 class TrialError(ValueError):
     """The copy could not be made or stepped."""
+
+
+class CollectiveInStep(TrialError):
+    """The step communicates with other ranks; nothing was sent."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,17 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """After the last step: each tried parameter, its state, what the optimizer keeps per group, and for all of them."""
+    """After the last step: each tried parameter, its state, what the optimizer keeps per group, and for all of them.
+
+    `closure_calls`: how often one call asked its closure, at most. `moves_first`: parameters had changed when it did.
+    """
 
     parameters: dict[int, Tensor]
     states: dict[int, dict[str, Any]]
     groups: list[dict[str, Any]]
     shared: dict[str, Any]
+    closure_calls: int = 0
+    moves_first: bool = False
 
 
 Select = Callable[[Tensor], Tensor]  # the rows of a tensor shaped like a trial parameter that are tried
@@ -111,9 +125,9 @@ def run_trial(
 ) -> Outcome:
     """Step a copy of `optimizer` over the `chosen` trial parameters (all), or over `select`-ed rows of them.
 
-    `calls`: instead of one call per step, one for each of these sets of parameters, all from the same `Counters`. The user's
-    optimizer, its parameters and the random generators stay as they are. Raises TrialError when the copy cannot be made or
-    stepped.
+    `calls`: instead of one call per step, one for each of these sets of parameters, all from the same `Counters`. A step that
+    takes a closure gets one (`_Closure`). The user's optimizer, its parameters and the random generators stay as they are.
+    Raises TrialError when the copy cannot be made or stepped, CollectiveInStep where it communicates.
     """
     devices = [sketch.device] if sketch.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -122,20 +136,25 @@ def run_trial(
         chosen = range(len(whole)) if chosen is None else chosen
         select = select or (lambda tensor: tensor)
         parameters = {i: nn.Parameter(select(whole[i]).clone()) for i in chosen}
-        clone = _copy(optimizer, sketch, parameters)
+        clone, asked = _copy(optimizer, sketch, parameters), 0
+        moves_first = False
         for number in range(1, sketch.num_steps + 1):
             gradients, counters = _draw(sketch, number), Counters(clone)
             for call in calls or [chosen]:
                 counters.restore()
                 present = {i: parameters[i] for i in call}
                 _set_parameters(clone, sketch, present)
-                for i, parameter in present.items():
-                    parameter.grad = select(gradients[i]).clone()
-                _step(clone)
+                closure = _Closure(
+                    [(p, select(gradients[i]).clone()) for i, p in present.items()], device=sketch.device
+                )
+                closure()
+                _step(clone, closure)
+                asked, moves_first = max(asked, closure.calls - 1), moves_first or closure.found_moved
         _set_parameters(clone, sketch, parameters)
         groups = [_options_of(group) for group in clone.param_groups]
         states = {i: dict(clone.state.get(parameter, {})) for i, parameter in parameters.items()}
-        return Outcome({i: p.detach() for i, p in parameters.items()}, states, groups, _shared(clone))
+        tried = {i: p.detach() for i, p in parameters.items()}
+        return Outcome(tried, states, groups, _shared(clone), closure_calls=asked, moves_first=moves_first)
 
 
 def _shared(clone: Optimizer) -> dict[str, Any]:
@@ -178,11 +197,44 @@ def _set_parameters(clone: Optimizer, sketch: Sketch, parameters: Mapping[int, n
         group["params"] = [parameters[i] for i, g in enumerate(sketch.groups_of) if g == number and i in parameters]
 
 
-def _step(clone: Optimizer) -> None:
+class _Closure:
+    """Returns a loss, with `gradients` that follow parameters where a step moves these in between, and counts its `calls`.
+
+    `found_moved`: parameters had changed at the second of them, the first by the step; the trial makes one itself.
+    """
+
+    def __init__(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], *, device: torch.device) -> None:
+        self.calls, self.found_moved, self._device = 0, False, device
+        self._given = [(p, p.detach().clone(), gradient) for p, gradient in gradients]
+
+    def __call__(self) -> Tensor:
+        self.calls += 1
+        for parameter, before, gradient in self._given:
+            moved = parameter.detach() - before
+            self.found_moved |= self.calls == 2 and bool(moved.any())
+            parameter.grad = gradient + _CURVATURE * moved
+        return torch.ones((), device=self._device)
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Ranks may be in other trials, or in none: a collective call would wait for them."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _COLLECTIVES:
+            raise CollectiveInStep(f"its step calls {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def _step(clone: Optimizer, closure: _Closure) -> None:
+    takes_closure = "closure" in inspect.signature(type(clone).step).parameters
     try:
-        clone.step()
+        with _NoCollectives():  # type: ignore[no-untyped-call]
+            clone.step(closure) if takes_closure else clone.step()  # type: ignore[arg-type]
+    except CollectiveInStep:
+        raise
     except Exception as error:
-        raise TrialError(f"a trial step without closure failed ({type(error).__name__}: {error})") from error
+        raise TrialError(f"a trial step failed ({type(error).__name__}: {error})") from error
 
 
 def same(value: Any, twin: Any, *, change: float | None = None) -> bool:

@@ -6,7 +6,6 @@ once, against some of them at a time, against blocks of rows. What agrees to rou
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -17,6 +16,7 @@ from lightning_topt.optim.lamb import LAMB
 from lightning_topt.optim.lars import LARS
 from lightning_topt.optim.pieces import num_rows
 from lightning_topt.optim.trial_steps import (
+    CollectiveInStep,
     Outcome,
     Select,
     Sketch,
@@ -43,7 +43,11 @@ BY_PARAMETER: tuple[type[Optimizer], ...] = (
 
 
 class UnsplittableOptimizer(ValueError):
-    """An optimizer whose step cannot be shared between ranks, with the reason."""
+    """An optimizer whose step cannot be shared between ranks, with the `reason`, a clause, and the way out."""
+
+    def __init__(self, reason: str, way_out: str = "") -> None:
+        super().__init__(f"{reason}. {way_out}" if way_out else reason)
+        self.reason = reason
 
 
 def is_one_of(optimizer: Optimizer, classes: tuple[type[Optimizer], ...]) -> bool:
@@ -56,29 +60,27 @@ def update_rule(optimizer: Optimizer, *, declared: UpdateRule | None = None) -> 
 
     A trial takes well below a second for element-wise methods; the optimizer, its parameters, its state and the random
     generators stay as they are. It runs on the device of the parameters. A declaration is taken at its word, except for
-    what is known to be wrong. Raises UnsplittableOptimizer where the step needs a closure or sparse gradients, where what
-    happens to one parameter depends on others, and where no trial is possible; ValueError for an unknown declaration.
+    what is known to be wrong. Raises UnsplittableOptimizer where the step asks its closure twice, communicates, or needs
+    sparse gradients, where what happens to one parameter depends on others, and where no trial is possible; ValueError for
+    an unknown declaration.
     """
     if declared is not None and declared not in get_args(UpdateRule):
         raise ValueError(f"the update rule is one of {get_args(UpdateRule)}; got {declared!r}")
     name = type(optimizer).__name__
-    if _needs_closure(optimizer):
-        raise UnsplittableOptimizer(
-            f"the step of {name} cannot be split: it needs a closure and evaluates the model several times per step. "
-            "Leave the parallel optimizer step out, or use an optimizer that steps once per gradient"
-        )
+    if isinstance(optimizer, optim.LBFGS):
+        raise _asks_again(name)
     if isinstance(optimizer, optim.SparseAdam):
         raise UnsplittableOptimizer(
-            f"the step of {name} cannot be split: its gradients are sparse, so it reads only the rows of one batch. Use "
-            "dense gradients (sparse=False in nn.Embedding) and AdamW, or leave the parallel optimizer step out"
+            f"the step of {name} cannot be split: its gradients are sparse, so it reads only the rows of one batch",
+            "Use dense gradients (sparse=False in nn.Embedding) and AdamW, or leave the parallel optimizer step out",
         )
     if is_one_of(optimizer, ELEMENTWISE):
         return declared or "elements"
     if is_one_of(optimizer, BY_PARAMETER):
         if declared == "elements":
             raise UnsplittableOptimizer(
-                f"{name} was declared to update 'elements' by themselves, but it uses whole parameters; declare "
-                "'parameters', or nothing"
+                f"{name} was declared to update 'elements' by themselves, but it uses whole parameters",
+                "Declare 'parameters', or nothing",
             )
         return "parameters"
     return declared or _tried_rule(optimizer)
@@ -102,15 +104,46 @@ def calls_may_repeat(optimizer: Optimizer) -> bool:
     return _difference(whole, repeated, sketch, chosen=range(len(sketch.groups_of))) is None
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
+def check_by_parameter(optimizer: Optimizer) -> None:
+    """Raise UnsplittableOptimizer unless every parameter is updated by itself, also in a step that asks its closure again."""
+    if isinstance(optimizer, optim.LBFGS):
+        raise _asks_again("LBFGS")
+    if not is_one_of(optimizer, BY_PARAMETER) and not isinstance(optimizer, optim.SparseAdam):
+        _tried_rule(optimizer, asks_once=False)
 
 
-def _tried_rule(optimizer: Optimizer) -> UpdateRule:
+def collective_in_step(optimizer: Optimizer) -> str | None:
+    """Return that the step of `optimizer` communicates with other ranks, as a clause; None where no trial shows it."""
+    if is_one_of(optimizer, BY_PARAMETER) or isinstance(optimizer, optim.LBFGS | optim.SparseAdam):
+        return None
+    try:
+        run_trial(optimizer, make_sketch(optimizer))
+    except CollectiveInStep as error:
+        return str(error)
+    except TrialError:
+        pass
+    return None
+
+
+def _asks_again(name: str) -> UnsplittableOptimizer:
+    return UnsplittableOptimizer(
+        f"the step of {name} cannot be split: it needs a closure and evaluates the model several times per step",
+        "Leave the parallel optimizer step out, or use an optimizer that steps once per gradient",
+    )
+
+
+def _tried_rule(optimizer: Optimizer, *, asks_once: bool = True) -> UpdateRule:
+    """Return how the step may be split, as trials on copies show; `asks_once`: it may not ask its closure twice."""
     sketch, name = make_sketch(optimizer), type(optimizer).__name__
     try:
         whole = run_trial(optimizer, sketch)
+        if asks_once and whole.closure_calls > 1:
+            raise _asks_again(name)
+        if asks_once and whole.moves_first:
+            raise UnsplittableOptimizer(
+                f"the step of {name} cannot be split: it moves parameters, and asks its closure then",
+                "Leave the parallel optimizer step out, or use an optimizer that asks for the loss first",
+            )
         if all(same(whole.parameters[i], p, change=0.0) for i, p in enumerate(initial_parameters(sketch))):
             raise TrialError("a trial step changed none of its parameters")
         for chosen in _subsets(sketch.groups_of):
@@ -118,14 +151,20 @@ def _tried_rule(optimizer: Optimizer) -> UpdateRule:
             if difference is not None:
                 raise UnsplittableOptimizer(
                     f"the step of {name} cannot be split: its result for some parameters depends on which others are "
-                    f"updated with them, or on random numbers ({difference}). Leave the parallel optimizer step out; "
-                    "if you know better, declare its update rule ('parameters' or 'elements')"
+                    f"updated with them, or on random numbers ({difference})",
+                    "Leave the parallel optimizer step out; if you know better, declare its update rule ('parameters' or "
+                    "'elements')",
                 )
+    except CollectiveInStep as error:
+        raise UnsplittableOptimizer(
+            f"the step of {name} cannot be split: it is shared between ranks already ({error})",
+            "Leave the parallel optimizer step out",
+        ) from error
     except TrialError as error:
         raise UnsplittableOptimizer(
-            f"it is not known how the step of {name} may be split: {error}. Declare its update rule: 'elements' if every "
-            "element is updated by itself, 'parameters' if every parameter is; if neither, leave the parallel optimizer "
-            "step out"
+            f"it is not known how the step of {name} may be split: {error}",
+            "Declare its update rule: 'elements' if every element is updated by itself, 'parameters' if every parameter is; "
+            "if neither, leave the parallel optimizer step out",
         ) from error
     return "elements" if _rows_are_independent(optimizer, sketch, whole) else "parameters"
 

@@ -24,10 +24,11 @@ from lightning_topt.graph.mesh_axes import Mesh
 from lightning_topt.graph.op_config import OpConfig, Storage
 from lightning_topt.graph.op_graph import Block, Parameter
 from lightning_topt.optim.assignment import Share, assign_pieces
+from lightning_topt.optim.checks import check_can_be_split
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep, install_parallel_step
 from lightning_topt.optim.pieces import Piece, num_rows
-from lightning_topt.optim.update_rule import ELEMENTWISE, is_one_of
+from lightning_topt.optim.update_rule import ELEMENTWISE, UnsplittableOptimizer, is_one_of, update_rule
 from lightning_topt.techniques.data_parallel import (
     add_reduction,
     whole_gradient_collectives,
@@ -136,7 +137,16 @@ def _share_step(
     optimizer: Optimizer, shared: Collection[Tensor], *, ranks: int, group: dist.ProcessGroup | None
 ) -> ParallelStep | None:
     pieces = pieces_of(optimizer, shared, ranks=ranks)
-    return install_parallel_step(optimizer, pieces=pieces, group=group) if pieces else None
+    if not pieces:
+        return None
+    check_can_be_split(optimizer)
+    try:
+        update_rule(optimizer)
+    except UnsplittableOptimizer as error:
+        raise UnsplittableOptimizer(
+            f"this plan shares the optimizer step between ranks (ZeRO level 1), but {error.reason}", "Choose plan='ddp'"
+        ) from error
+    return install_parallel_step(optimizer, pieces=pieces, group=group)
 
 
 def is_shared(parameter: Tensor) -> bool:

@@ -50,15 +50,15 @@ def memory(program: Any) -> Any:
     return topt_strategy(program, objective="memory", cluster=CLUSTER)
 
 
-WITHOUT_CLOSURE = "'NoneType' object is not callable"
+SHARED_ALREADY = "shared between ranks already"
+ASKS_AGAIN = "evaluates the model several times per step"
 # What is known to differ from ddp, or to be refused: a part of what is told.
 KNOWN: dict[Any, dict[str, str]] = {
     zero1: {
-        "muon_over_ranks": "rank",  # ranks step on different parameters: sizes that it gathers differ, a rank is aborted
-        "step_that_ranks_agree_on": WITHOUT_CLOSURE,
-        "closure_asked_twice": WITHOUT_CLOSURE,
-        "closure_asked_by_lbfgs": "missing 1 required positional argument: 'closure'",
-        "steps_skipped_by_the_optimizer": WITHOUT_CLOSURE,
+        "muon_over_ranks": SHARED_ALREADY,
+        "step_that_ranks_agree_on": SHARED_ALREADY,
+        "closure_asked_twice": ASKS_AGAIN,
+        "closure_asked_by_lbfgs": ASKS_AGAIN,
         "schedule_free": "moves parameters in train() and eval()",
         "two_optimizers_by_hand": "manual optimization runs under the plan 'ddp' only",
         "steps_that_return_nothing": "manual optimization runs under the plan 'ddp' only",

@@ -7,10 +7,17 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 from lightning_topt.optim import update_rule as rules
-from lightning_topt.optim.update_rule import UnsplittableOptimizer, calls_may_repeat, update_rule
+from lightning_topt.optim.update_rule import (
+    UnsplittableOptimizer,
+    calls_may_repeat,
+    check_by_parameter,
+    collective_in_step,
+    update_rule,
+)
 
 KNOWN = [(cls, {}) for cls in rules.BY_PARAMETER] + [
     (optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -215,13 +222,69 @@ def test_closures_and_sparse_gradients_are_refused():
     with pytest.raises(UnsplittableOptimizer, match=r"SparseAdam cannot be split: its gradients are sparse"):
         update_rule(optim.SparseAdam(parameters()))
 
-    class Sharpness(Own):
+    class Picky(Own):
         def step(self, closure=None):
-            if closure is None:
-                raise RuntimeError("two evaluations per step")
+            raise RuntimeError("not today")
 
-    with pytest.raises(UnsplittableOptimizer, match=r"Sharpness.*RuntimeError: two evaluations.*Declare"):
-        update_rule(Sharpness(parameters(), plain))
+    with pytest.raises(UnsplittableOptimizer, match=r"Picky.*RuntimeError: not today.*Declare"):
+        update_rule(Picky(parameters(), plain))
+
+
+class Asking(Own):
+    """Asks its closure `count` times, and is plain otherwise; `moves`: it moves parameters before it does."""
+
+    def __init__(self, params, count, *, moves=0.0, common=False):
+        super().__init__(params, plain)
+        self.count, self.moves, self.common = count, moves, common
+
+    @torch.no_grad()
+    def step(self, closure):
+        trained = [p for group in self.param_groups for p in group["params"]]
+        torch._foreach_sub_(trained, self.moves)
+        losses = [closure()]
+        for _ in range(self.count - 1):
+            norm = torch.stack([p.grad.norm() for p in trained]).norm() if self.common else 1.0
+            moves = [0.05 * p.grad / norm for p in trained]
+            torch._foreach_add_(trained, moves)
+            losses.append(closure())
+            torch._foreach_sub_(trained, moves)
+        super().step()
+        return losses[0]
+
+
+def test_closures_are_asked_once_and_first():
+    assert update_rule(Asking(parameters(), 1)) == "elements"
+    with pytest.raises(UnsplittableOptimizer, match="several times per step"):
+        update_rule(Asking(parameters(), 2))
+    with pytest.raises(UnsplittableOptimizer, match="moves parameters, and asks its closure then"):
+        update_rule(Asking(parameters(), 1, moves=0.1))
+
+
+def test_parameters_by_themselves_whatever_is_asked():
+    check_by_parameter(Asking(parameters(), 2))
+    check_by_parameter(optim.SparseAdam(parameters()))
+    with pytest.raises(UnsplittableOptimizer, match="depends on which others"):
+        check_by_parameter(Asking(parameters(), 2, common=True))
+    with pytest.raises(UnsplittableOptimizer, match="LBFGS cannot be split"):
+        check_by_parameter(optim.LBFGS(parameters()))
+
+
+def test_collectives_are_refused_and_send_nothing(tmp_path):
+    def averaged(p, gradient, state, group):
+        dist.all_reduce(gradient)
+        sent.append(gradient)
+        p.sub_(group["lr"] * gradient)
+
+    sent = []
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(UnsplittableOptimizer, match=r"shared between ranks already.*allreduce"):
+            update_rule(Own(parameters(), averaged))
+        assert "allreduce" in collective_in_step(Own(parameters(), averaged))
+    finally:
+        dist.destroy_process_group()
+    assert not sent
+    assert collective_in_step(Own(parameters(), plain)) is None
 
 
 def test_declarations():

@@ -16,6 +16,7 @@ from lightning_topt.execution.pipeline.shared_values import share_value
 from lightning_topt.execution.stored_states import StoredOptimizer
 from lightning_topt.optim.full_state import parameters_of
 from lightning_topt.optim.parallel_step import ParallelStep
+from lightning_topt.optim.update_rule import UnsplittableOptimizer, check_by_parameter
 from lightning_topt.techniques.tensor_parallel.split_parameters import SplitTensor
 
 State = dict[str, Any]
@@ -37,6 +38,13 @@ class StageOptimizer:
         split: Mapping[Tensor, SplitTensor],
         attach: Sequence[Callable[[Optimizer], ParallelStep | None]],
     ) -> None:
+        try:
+            check_by_parameter(optimizer)
+        except UnsplittableOptimizer as error:
+            raise UnsplittableOptimizer(
+                f"ranks of a pipeline update the parameters of their stages, but {error.reason}",
+                "Choose a plan without stages, such as 'ddp'",
+            ) from error
         owners, kept = run.owners(), set[Tensor](run.updated_parameters())
         owners |= {replaced[original]: owner for original, owner in owners.items() if original in replaced}
         kept |= {replaced[original] for original in kept if original in replaced}

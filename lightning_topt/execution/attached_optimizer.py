@@ -51,6 +51,8 @@ class AttachedOptimizer:
     ) -> None:
         """`keeps_whole`: this rank gets the whole state; None: rank 0 does."""
         self.optimizer, self._replaced = optimizer, replaced
+        lift_refusal(optimizer)
+        self._state_dict = optimizer.state_dict
         self._keeps_whole = dist.get_rank() == 0 if keeps_whole is None else keeps_whole
         how = {**split, **{replaced[original]: how for original, how in split.items()}}
         before = enumerate(parameters_of(optimizer))
@@ -95,7 +97,7 @@ class AttachedOptimizer:
                 rest = {**rest, "state": shared}
             if not self._keeps_whole:
                 return {}
-            rest = self.optimizer.state_dict() if self.parallel_step is None else rest
+            rest = self._state_dict() if self.parallel_step is None else rest
         others = {i: {k: _to_host(v) for k, v in values.items()} for i, values in rest["state"].items()}
         return {**rest, "state": dict(sorted({**others, **whole}.items()))}
 
@@ -143,7 +145,10 @@ class AttachedOptimizer:
             values.update({k: v.cpu() for k, v in values.items() if isinstance(v, Tensor)})
 
     def release(self) -> None:
-        """Give the optimizer its own step and parameters back, before techniques are undone; its shards are kept here."""
+        """Give the optimizer its own step and parameters back, before techniques are undone; its shards are kept here.
+
+        What is left to it is a part of the state, so its `state_dict` is refused until `give_back`.
+        """
         if self.parallel_step is not None and self._split:
             self._last, self._last_own = (
                 self.full_state(),
@@ -156,21 +161,32 @@ class AttachedOptimizer:
         self._kept = dict(self._shards()) if self._kept is None else self._kept
         self._drop_shards()
         follow_parameters(self.optimizer, {new: original for original, new in self._replaced.items()}, {})
+        if self._kept or (self.parallel_step is not None and dist.get_world_size(self.parallel_step.group) > 1):
+            refuse_state_dict(self.optimizer)
 
     def give_back(self) -> None:
-        """Give an optimizer that is used again after `release` the whole states of sharded parameters, on every rank."""
+        """Give an optimizer that is used again after `release` the whole state, on every rank."""
         assert self._kept is not None, "release() comes first"
+        lift_refusal(self.optimizer)
         parameters = parameters_of(self.optimizer)
-        for index, values in gather_parameter_states(self._shards(), self._split, everywhere=True).items():
-            self.optimizer.state[parameters[index]] = values
+        if self.parallel_step is not None and self._split:  # pieces were rows of slices
+            last = [self._last if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(last, src=0)
+            assert last[0] is not None
+            self.optimizer.load_state_dict(last[0])
+        else:
+            for index, values in gather_parameter_states(self._shards(), self._split, everywhere=True).items():
+                self.optimizer.state[parameters[index]] = values
+            if self.parallel_step is not None:
+                self.parallel_step.update_pieces([])
         self._sharded, self._kept = [], None
 
     def _plain_state(self) -> State:
         """As Lightning takes it: optimizers such as torch's ZeroRedundancyOptimizer spread their state by themselves."""
         if not hasattr(self.optimizer, "consolidate_state_dict"):
-            return self.optimizer.state_dict()
+            return self._state_dict()
         self.optimizer.consolidate_state_dict()
-        return self.optimizer.state_dict() if dist.get_rank() == 0 else {}
+        return self._state_dict() if dist.get_rank() == 0 else {}
 
     def _shards(self) -> Iterator[tuple[int, State]]:
         """The states of sharded parameters by index, as DTensors on the device."""
@@ -197,6 +213,31 @@ class AttachedOptimizer:
             yield
         finally:
             state.update(taken)
+
+
+class _PartOfState:
+    """Stands in the place of an optimizer's `state_dict`, which would have a part of the state, or mistake it for all."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.name = type(optimizer).__name__
+
+    def __call__(self) -> State:
+        raise RuntimeError(
+            f"the state of this {self.name} is spread over ranks since its plan was taken back: save a checkpoint "
+            "(trainer.save_checkpoint, on all ranks), which has it whole; an optimizer that is an attribute of the module is "
+            "given all of it after a fit"
+        )
+
+
+def refuse_state_dict(optimizer: Optimizer) -> None:
+    """Let `state_dict` of an optimizer that has a part of its state say so."""
+    optimizer.state_dict = _PartOfState(optimizer)  # type: ignore[method-assign]
+
+
+def lift_refusal(optimizer: Optimizer) -> None:
+    """Undo `refuse_state_dict`."""
+    if isinstance(optimizer.__dict__.get("state_dict"), _PartOfState):
+        del optimizer.__dict__["state_dict"]
 
 
 def _check_runs_on_shards(optimizer: Optimizer) -> None:

@@ -379,7 +379,7 @@ class AutoParallelStrategy(DataRanks):
         if self._failed and holds_parts:
             # The other ranks may be anywhere: collecting the parameters could wait for them. They stay in shards.
             self._running = False
-        self._release_engine()
+        self._release_engine(failed=self._failed)
         super().teardown()
 
     def _unclip_gradients(self) -> None:

@@ -45,8 +45,11 @@ class EngineCheckpoints(ExchangeSteps):
         self._engine.attach_optimizers(self.optimizers)
         self._fitted = self._engine
 
-    def _release_engine(self) -> None:
-        """Make the module whole again if an engine runs it, and with it the state of optimizers that are used after the fit."""
+    def _release_engine(self, *, failed: bool = False) -> None:
+        """Make the module whole again if an engine runs it, and with it the state of optimizers that are used after the fit.
+
+        Where it has `failed`, other ranks may be anywhere: states stay where they are.
+        """
         if self._engine is None or not self._running:
             return
         if self.root_device.type != "cpu":
@@ -55,7 +58,7 @@ class EngineCheckpoints(ExchangeSteps):
         model, self.model = self.model, self.lightning_module
         self._engine.release()
         for optimizer in self.optimizers:
-            if self.model is not None and _is_held_by(self.model, optimizer):
+            if not failed and self.model is not None and _is_held_by(self.model, optimizer):
                 self._engine.return_optimizer_state(optimizer)
         if isinstance(model, DistributedDataParallel):
             self.model = model  # the superclass unwraps it

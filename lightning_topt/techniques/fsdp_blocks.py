@@ -117,6 +117,7 @@ class _Sharding:
             snapshot.restore(module)
         for original, full in whole.items():
             original.data, original.grad = full, None
+            vars(original).pop("_fsdp_orig_uid", None)
 
     def reshard(self) -> None:
         """Release all gathered parameters, so that the next forward gathers what the shards then hold."""
@@ -174,6 +175,8 @@ class _Snapshot:
             for key in set(hooks) - self.hooks[name]:
                 if (getattr(hooks[key], "__module__", None) or "").startswith("torch.distributed."):
                     del hooks[key]
+                    for option in ("with_kwargs", "always_called"):  # what torch notes about it beside it
+                        module.__dict__.get(f"{name}_{option}", {}).pop(key, None)
         module._parameters.update(self.parameters)
         _composable_state._module_state_mapping.pop(module, None)
 

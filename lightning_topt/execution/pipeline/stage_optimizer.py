@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_topt.execution.attached_optimizer import AttachedOptimizer
+from lightning_topt.execution.attached_optimizer import AttachedOptimizer, lift_refusal, refuse_state_dict
 from lightning_topt.execution.pipeline.pipeline_run import PipelineRun
 from lightning_topt.execution.pipeline.shared_values import share_value
 from lightning_topt.execution.stored_states import StoredOptimizer
@@ -96,11 +96,14 @@ class StageOptimizer:
     def release(self) -> None:
         """Give the optimizer its own step back; its state stays where it is."""
         self._attached.release()
+        if len(self._groups.pipeline) > 1:
+            refuse_state_dict(self.optimizer)
 
     def give_back(self) -> None:
         """Give an optimizer that is used again after `release` its whole state, on every rank."""
         everyone = dist.group.WORLD
         assert everyone is not None
+        lift_refusal(self.optimizer)
         whole = share_value(self.full_state(), group=everyone, source=0, device=self._device)
         self.optimizer.load_state_dict(whole)
         self._foreign = set()

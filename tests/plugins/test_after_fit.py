@@ -1,0 +1,85 @@
+"""What a fit leaves behind: a plain module, and optimizers that have their whole state or say where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.plugins.trainer_ranks import RecordingGPT, loader, make_trainer, on_ranks, topt_trainer
+
+PLANS = ["zero1", "zero1+recompute", "zero2", "zero3", "zero3+recompute", "tensor", "pipeline"]
+
+
+class Held(RecordingGPT):
+    """Its optimizer is there before the fit, and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+def left_on(module: nn.Module) -> dict[str, Any]:
+    """What modules and parameters have beside their values."""
+    found: dict[str, Any] = {}
+    for name, submodule in module.named_modules():
+        hooks = {key: len(value) for key, value in vars(submodule).items() if "_hooks" in key and value}
+        found[name] = (type(submodule), sorted(vars(submodule)), hooks)
+    for name, parameter in module.named_parameters():
+        hooks = [parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}]
+        found[f"parameter {name}"] = (type(parameter), sorted(vars(parameter)), [len(each) for each in hooks])
+    return found
+
+
+def fit(rank: int, plan: str, kind: type[RecordingGPT]) -> tuple[dict[str, Any], Any]:
+    torch.manual_seed(0)
+    module = kind()
+    trainer = make_trainer("ddp", devices=2, max_steps=3) if plan == "ddp" else topt_trainer(plan, max_steps=3)
+    trainer.fit(module, loader(4))
+    (optimizer,) = trainer.optimizers
+    try:
+        state = optimizer.state_dict()["state"]
+        told: Any = {index: (sorted(values), tuple(values["exp_avg"].shape)) for index, values in state.items()}
+    except RuntimeError as error:
+        told = str(error)
+    return {name: value for name, value in left_on(module).items() if name}, told
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_modules_are_left_as_under_ddp_and_optimizers_say_where_their_state_is(plan: str) -> None:
+    (expected, _), _ = on_ranks(fit, "ddp", RecordingGPT)
+    for found, told in on_ranks(fit, plan, RecordingGPT):
+        assert found == expected
+        assert "trainer.save_checkpoint" in told
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_optimizer_of_the_module_has_its_whole_state(plan: str) -> None:
+    (_, expected), _ = on_ranks(fit, "ddp", Held)
+    assert len(expected) == len(list(RecordingGPT().parameters()))
+    assert [told for _, told in on_ranks(fit, plan, Held)] == [expected] * 2
+
+
+def cut_into_rows(rank: int, plan: str) -> tuple[list[float], list[float]]:
+    """Two fits with one optimizer, of one parameter: each rank has half of its rows."""
+    torch.manual_seed(0)
+    module = Held()
+    module.optimizer = torch.optim.AdamW([module.tokens.weight], lr=1e-2)
+    for other in module.parameters():
+        other.requires_grad_(other is module.tokens.weight)
+    for _ in range(2):
+        trainer = make_trainer("ddp", devices=2, max_steps=3) if plan == "ddp" else topt_trainer(plan, max_steps=3)
+        trainer.fit(module, loader(4))
+    return module.losses, module.optimizer.state[module.tokens.weight]["exp_avg"].flatten().tolist()
+
+
+def test_rows_of_a_parameter_go_on_in_the_next_fit() -> None:
+    (losses, averages), _ = on_ranks(cut_into_rows, "ddp")
+    for found_losses, found_averages in on_ranks(cut_into_rows, "zero1"):
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert found_averages == pytest.approx(averages, rel=1e-4, abs=1e-6)

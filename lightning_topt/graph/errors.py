@@ -26,6 +26,8 @@ FAKE_ERRORS = (
     fake_tensor.UnsupportedFakeTensorException,
 )
 # Conversions that never reach an operator; torch raises plain RuntimeError or TypeError for them.
+# What torch says where a recording looks at a tensor inside of a transform, or keeps what autograd saves there.
+TRANSFORM_MESSAGES = ("BatchedTensorImpl", "TensorWrapper", "support saved tensor hooks")
 FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
 
 
@@ -72,6 +74,17 @@ def explain(error: Exception, failed: object) -> CaptureError | None:
                 f"the training step reads the values of a tensor ({str(cause).splitlines()[0]}), and the capture knows "
                 f"shapes only.\n{user_line(cause)}{WAY_OUT}",
                 needs_values=True,
+            )
+    return None
+
+
+def explain_transform(error: Exception) -> CaptureError | None:
+    """Return the CaptureError for a transform of ``torch.func`` that cannot be recorded, None for any other exception."""
+    for cause in _chain(error):
+        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in TRANSFORM_MESSAGES):
+            return CaptureError(
+                "the training step uses a transform of torch.func (vmap, grad, ...), inside of which nothing is recorded "
+                f"({str(cause).splitlines()[0]}).\n{user_line(cause)}{WAY_OUT}"
             )
     return None
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_topt.graph.equal_modules import find_equal
-from lightning_topt.graph.errors import WAY_OUT, CaptureError, annotate, explain
+from lightning_topt.graph.errors import WAY_OUT, CaptureError, annotate, explain, explain_transform
 from lightning_topt.graph.expand import expand
 from lightning_topt.graph.fake import fake_copy
 from lightning_topt.graph.observed_calls import Surprise
@@ -120,7 +120,9 @@ class StepRun:
         except (CaptureError, Surprise):
             raise
         except Exception as error:
-            explained = explain(error, recorders[0].failed if recorders else None)
+            explained = explain_transform(error)
+            if explained is None:
+                explained = explain(error, recorders[0].failed if recorders else None)
             if explained is not None:
                 raise explained from error
             annotate(error)

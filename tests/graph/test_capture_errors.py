@@ -344,3 +344,29 @@ def test_compiled_parts_run_eagerly(compiled: str) -> None:
 def test_models_of_the_suite_are_captured_in_eval_too() -> None:
     for module in (GPT(dropout=0.1), ConvNet()):
         assert capture(module.eval(), batch_for(module)).ops
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_transforms_of_functions(real: bool) -> None:
+    class Vmapped(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return torch.func.vmap(lambda row: self.net(row))(batch).square().mean()  # by rows
+
+    class Gradients(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            gradients = torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(batch)  # by samples
+            return (self.net(batch) * gradients).mean()
+
+    options = {"real": True, "batch_scaling": False} if real else {}
+    refuse(Vmapped(), X, "torch.func", "# by rows", WAY_OUT, **options)
+    refuse(Gradients(), X, "torch.func", "# by samples", WAY_OUT, **options)
+
+
+def test_users_own_error_in_a_transform_is_their_own() -> None:
+    class Wrong(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return torch.func.vmap(lambda row: row @ torch.zeros(3))(batch).mean()
+
+    with pytest.raises(RuntimeError, match="size") as caught:
+        capture(Wrong(), X)
+    assert not isinstance(caught.value, CaptureError)

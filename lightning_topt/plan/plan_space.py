@@ -52,6 +52,31 @@ class PlanSpace:
         rows = dict.fromkeys(zip(*(nearest[id(several)] for several in configs.values()), strict=True))
         return PlanBatch(self.costs, configs, np.array([*rows], np.intp))
 
+    def smallest(self, uniform: PlanBatch) -> PlanBatch:
+        """Return one plan of little memory: the smallest of the `uniform` ones, improved as long as one change saves any.
+
+        A change is another configuration of all blocks that are alike, or of the first or the last of them. The bytes of a
+        chain are upper bounds where blocks differ in storage, so a search of chains may miss the smallest mix.
+        """
+        configs = self._configs(self.groups[-1])
+        start = uniform.configs_of(int(uniform.peak_bytes.argmin()))
+        row = np.array([several.index(start[name]) for name, several in configs.items()], np.intp)
+        alike: dict[tuple[int, int], list[int]] = {}
+        for index, (name, several) in enumerate(configs.items()):
+            alike.setdefault((self.costs.step.alike[name], id(several)), []).append(index)
+        changed = dict.fromkeys(tuple(some) for each in alike.values() for some in (each, each[:1], each[-1:]))
+        lists = [*configs.values()]
+        while True:
+            rows = [row]
+            for blocks in changed:
+                for config in range(len(lists[blocks[0]])):
+                    rows.append(row.copy())
+                    rows[-1][[*blocks]] = config
+            least = int(PlanBatch(self.costs, configs, np.array(rows)).peak_bytes.argmin())
+            if least == 0:
+                return PlanBatch(self.costs, configs, row[None])
+            row = rows[least]
+
     def _configs(self, group: Collection[Storage]) -> dict[str, list[OpConfig]]:
         """The configurations of each block whose storage is in `group`; blocks alike share one list."""
         found: dict[int, list[OpConfig]] = {}

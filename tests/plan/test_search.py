@@ -61,6 +61,16 @@ def test_no_plan_is_much_better_than_what_is_found(seed: int) -> None:
     assert missed.max() < 0.06 and np.median(missed) <= 0
 
 
+@pytest.mark.parametrize("seed", [16, 81, 110, 142, 145, 170])
+def test_the_smallest_plan_is_found(seed: int) -> None:
+    """The chains alone miss it in these by 3 to 8 %: a mix, of which they know an upper bound of the bytes."""
+    rng = random.Random(seed)
+    graph, count = random_graph(seed, num_blocks=2), rng.choice([1, 2, 4, 6])
+    request = SearchRequest(graph, machines(rng), profile_of(graph), (count,), 12, exchanges=EXCHANGES)
+    found = min(point.peak_bytes for point in search_plans(request).points)
+    assert found == pytest.approx(every_plan(request, count)[:, 1].min())
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_chain_never_promises_less_memory_than_its_plans_take(seed: int) -> None:
     """For plans of one storage; and the seconds are those of `PlanCosts`, but for what depends on who shares the update."""

@@ -56,9 +56,7 @@ def search_plans(request: SearchRequest) -> PlanFrontier:
         found_spaces = 0
         for spaces, found in _searched(request, count):
             points += [point for batch in found.batches for point in points_of(batch)]
-            plain = [(space, space.uniform()) for space in spaces if space.own]
-            points += [point for space, batch in plain for point in points_of(space.smallest(batch))]
-            uniform += [point for _, batch in plain for point in points_of(batch)]
+            uniform += [point for space in spaces if space.own for point in points_of(space.uniform)]
             error_bound, found_spaces = max(error_bound, found.error_bound), found_spaces + len(spaces)
         if request.pipelines is not None and request.mesh is None and not request.own_batches:
             staged, plain, error = search_pipelines_for(
@@ -158,6 +156,7 @@ def _searched(request: SearchRequest, count: int) -> Iterator[tuple[Sequence[Pla
         found = search_chains(
             [c for space in spaces for c in space.chains()], max_seconds=left, epsilon=request.epsilon
         )
+        found = replace(found, batches=(*found.batches, *(space.smallest() for space in spaces if space.own)))
         left = max(left - (time.thread_time() - start), 1e-3)
         batches += found.batches
         yield spaces, found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -39,8 +40,9 @@ class PlanSpace:
                     sharded = root.storage.sharded_axes("gradients")
                     yield from (Chain(each, root) for each in (halves if sharded else [choices]))
 
+    @cached_property
     def uniform(self) -> PlanBatch:
-        """Return the plans with one storage for all blocks, without and with recomputation; a block that cannot have that takes
+        """The plans with one storage for all blocks, without and with recomputation; a block that cannot have that takes
         what is nearest.
         """
         configs = self._configs(self.own)
@@ -52,14 +54,14 @@ class PlanSpace:
         rows = dict.fromkeys(zip(*(nearest[id(several)] for several in configs.values()), strict=True))
         return PlanBatch(self.costs, configs, np.array([*rows], np.intp))
 
-    def smallest(self, uniform: PlanBatch) -> PlanBatch:
+    def smallest(self) -> PlanBatch:
         """Return one plan of little memory: the smallest of the `uniform` ones, improved as long as one change saves any.
 
         A change is another configuration of all blocks that are alike, or of the first or the last of them. The bytes of a
         chain are upper bounds where blocks differ in storage, so a search of chains may miss the smallest mix.
         """
         configs = self._configs(self.groups[-1])
-        start = uniform.configs_of(int(uniform.peak_bytes.argmin()))
+        start = self.uniform.configs_of(int(self.uniform.peak_bytes.argmin()))
         row = np.array([several.index(start[name]) for name, several in configs.items()], np.intp)
         alike: dict[tuple[int, int], list[int]] = {}
         for index, (name, several) in enumerate(configs.items()):

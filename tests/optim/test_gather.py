@@ -16,6 +16,7 @@ from lightning_topt.optim.gather import PieceGather, sent_dtype
 from lightning_topt.optim.pieces import Piece, rows_of
 from tests.launch import run_ranks
 from tests.optim.parallel_cases import row_pieces, whole_pieces
+from tests.processes import wait_until
 
 
 def make_parameters(owner: int) -> list[Tensor]:
@@ -139,11 +140,11 @@ def left_behind(rank: int) -> list[int]:
         pending = gather.start()
         found.append(tensor_bytes() - before)
         pending.wait()
-        found.append(tensor_bytes() - before)
+        wait_until(lambda: tensor_bytes() == before)  # gloo's thread lets go of a message a moment after it has arrived
     return found
 
 
 def test_buffers_of_small_pieces_are_gone_once_they_have_arrived() -> None:
     """They are as large as all small parameters, which a sharded optimizer state is to save."""
-    for during, after, again, finally_ in run_ranks(left_behind, 2):
-        assert during == again == 40 * 64 * 256 * 4 and after == finally_ == 0
+    for found in run_ranks(left_behind, 2):
+        assert found == [40 * 64 * 256 * 4] * 2

@@ -346,8 +346,7 @@ def test_models_of_the_suite_are_captured_in_eval_too() -> None:
         assert capture(module.eval(), batch_for(module)).ops
 
 
-@pytest.mark.parametrize("real", [False, True])
-def test_transforms_of_functions(real: bool) -> None:
+def test_transforms_of_functions() -> None:
     class Vmapped(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return torch.func.vmap(lambda row: self.net(row))(batch).square().mean()  # by rows
@@ -357,9 +356,8 @@ def test_transforms_of_functions(real: bool) -> None:
             gradients = torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(batch)  # by samples
             return (self.net(batch) * gradients).mean()
 
-    options = {"real": True, "batch_scaling": False} if real else {}
-    refuse(Vmapped(), X, "torch.func", "# by rows", WAY_OUT, **options)
-    refuse(Gradients(), X, "torch.func", "# by samples", WAY_OUT, **options)
+    refuse(Vmapped(), X, "torch.func", "# by rows", WAY_OUT)
+    refuse(Gradients(), X, "torch.func", "# by samples", WAY_OUT)
 
 
 def test_users_own_error_in_a_transform_is_their_own() -> None:

@@ -60,8 +60,10 @@ class AutoParallelStrategy(DataRanks):
     A fit begins as it does under Lightning's ``ddp``, hook by hook, and its first steps are real steps under DDP. They are
     watched: operators, lifetimes of tensors, kernel times, the optimizer. Then every combination of ZeRO level and activation
     checkpointing per block is searched, and the plan that fits the limits best takes over between two steps, with parameters
-    and optimizer states where they are. User code runs exactly as often as under ``ddp``. All plans give the loss curve of
-    ``ddp`` (in float32 up to the order of additions), unless you allow others. Where nothing can be gained DDP goes on.
+    and optimizer states where they are. On CPUs tensor axes and stages are searched too, where they may pay and the watched
+    steps changed nothing but tensors. User code runs exactly as often as under ``ddp``; with stages and tensor axes a rank also
+    runs batches of others. All plans give the loss curve of ``ddp`` (in float32 up to the order of additions), unless you allow
+    others. Where nothing can be gained DDP goes on.
 
     Args:
         memory_limit: most bytes a rank may use for the model's training state and activations, as a number or text such

@@ -47,13 +47,15 @@ class LossKinds:
     """A step's `loss` over parts of its batch is a ``"mean"`` or a ``"sum"``. None: the test batch did not tell.
 
     So are the values that it `logged`, by name, and the leaves of what it `returned`, by place: ``"sum"`` or ``"loss"``, which
-    has the weights of the loss; all else are means over samples. `loops`: the loss has a summand for each sample.
+    has the weights of the loss; all else are means over samples. `loops`: the loss has a summand for each sample. `unlike`:
+    logged values that the test found to be none of these.
     """
 
     loss: str | None
     logged: Mapping[str, str] = field(default_factory=dict)
     returned: Mapping[int, str] = field(default_factory=dict)
     loops: bool = False
+    unlike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def compare_steps(
     loops = len({len(step.summands) for step in (*parts, whole)}) > 1
     sizes = [float(step.size) for step in parts]
     known = [] if loops else [step.summands for step in parts]
-    weights = loss_weights(known, kind=None) or [size / sum(sizes) for size in sizes]
+    shares = [size / sum(sizes) for size in sizes]
+    weights = loss_weights(known, kind=None) or shares
     kind = _kind([float(loss) for loss in losses if loss is not None], weights, relative)
     if kind == "neither":
         first, second, both = (f"{float(loss):.6g}" for loss in losses if loss is not None)
@@ -96,13 +99,17 @@ def compare_steps(
         )
     if known:
         _check_whole(kind, known, whole.summands, relative=_RELATIVE_HALF if half else _RELATIVE)
-    logged: dict[str, str] = {}
+    logged, unlike = dict[str, str](), list[str]()
     for calls in zip(*(step.calls for step in (*parts, whole)), strict=False):
-        if found := _kind_of([call.value for call in calls], losses, weights, relative):
+        found = _kind_of([call.value for call in calls], losses, (shares, weights), relative)
+        if found == "neither" and not draws and calls[0].averages:
+            unlike.append(calls[0].name)
+        elif found in ("sum", "loss"):
             logged[calls[0].name] = found
     leaves = zip(*map(tree_leaves, outputs), strict=False)
-    returned = {place: _kind_of(values, losses, weights, relative) for place, values in enumerate(leaves)}
-    return LossKinds(kind, logged, {place: found for place, found in returned.items() if found}, loops)
+    kinds = {place: _kind_of(values, losses, (shares, weights), relative) for place, values in enumerate(leaves)}
+    returned = {place: found for place, found in kinds.items() if found in ("sum", "loss")}
+    return LossKinds(kind, logged, returned, loops, tuple(unlike))
 
 
 def _check_whole(kind: str | None, parts: Sequence[Summands], whole: Summands, *, relative: float) -> None:
@@ -120,14 +127,22 @@ def _check_whole(kind: str | None, parts: Sequence[Summands], whole: Summands, *
             )
 
 
-def _kind_of(values: Sequence[Any], losses: Sequence[Any], weights: Sequence[float], relative: float) -> str | None:
+def _kind_of(
+    values: Sequence[Any], losses: Sequence[Any], weights: tuple[Sequence[float], Sequence[float]], relative: float
+) -> str | None:
+    """The kind of what is logged or returned; `weights` are those of samples and of the loss. None: no number, or not told."""
     if not all(
         isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1) for value in values
     ):
         return None
-    if str([*map(float, values)]) == str([*map(float, losses)]):  # NaN too
+    numbers = [*map(float, values)]
+    if str(numbers) == str([*map(float, losses)]):  # NaN too
         return "loss"
-    return "sum" if _kind([float(value) for value in values], weights, relative) == "sum" else None
+    kinds = [_kind(numbers, each, relative) for each in weights]
+    if kinds == ["mean", "mean"]:  # the difference between them may be small
+        off_samples, off_loss = (abs(each[0] * numbers[0] + each[1] * numbers[1] - numbers[2]) for each in weights)
+        return "loss" if off_loss < 0.1 * off_samples and off_samples > 1e-6 * abs(numbers[2]) else "mean"
+    return "loss" if kinds[1] == "mean" else kinds[0]
 
 
 def _kind(values: Sequence[float], weights: Sequence[float], relative: float) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
@@ -163,6 +164,12 @@ class PipelineSteps:
             if isinstance(each, str):
                 raise ValueError(each)
         kinds: LossKinds = next((each for each in verdicts if each.loss is not None), verdicts[0])
+        if kinds.unlike:
+            rank_zero_warn(
+                f"topt: what is logged as {', '.join(map(repr, kinds.unlike))} is averaged over microbatches, and the test of "
+                "the first batch found that the whole batch has another value: log a torchmetrics Metric, or what adds up, "
+                "or use num_microbatches=1"
+            )
         return kinds
 
     # ---- evaluation -----------------------------------------------------------------------------------------------

@@ -47,6 +47,17 @@ class Call:
         """Return the logged value."""
         return self.arguments[1] if len(self.arguments) > 1 else self.keywords.get("value")
 
+    @property
+    def reduction(self) -> str:
+        """Return how values logged under this name are put together."""
+        reduction = self.keywords.get("reduce_fx", "mean")
+        return str(getattr(reduction, "__name__", reduction))
+
+    @property
+    def averages(self) -> bool:
+        """Return whether a number is logged, of which that is the mean."""
+        return self.method == "log" and self.reduction not in ("sum", *_EXTREMES)
+
     def with_value(self, value: Any, *, batch_size: Any) -> Call:
         """Return the same call with another value, and another number of samples where it names one."""
         keywords = self.keywords if batch_size is None else {**self.keywords, "batch_size": batch_size}
@@ -192,9 +203,7 @@ def _one_call(same: Sequence[tuple[Call, int, float]], kinds: Kinds) -> Call:
         return first
     named = [call.keywords.get("batch_size") for call, _, _ in same]
     sizes = [size if own is None else own for own, (_, size, _) in zip(named, same, strict=True)]
-    reduction = first.keywords.get("reduce_fx", "mean")
-    reduction = getattr(reduction, "__name__", reduction)
-    kind = reduction if reduction in ("sum", *_EXTREMES) else kinds.get(first.name, "mean")
+    kind = kinds.get(first.name, "mean") if first.averages else first.reduction
     values = [call.value for call, _, _ in same]
     is_loss = kind == "loss" and len(same) > 1
     value = weighted_losses(values, [each for *_, each in same]) if is_loss else _weighted(values, sizes, kind)

@@ -159,6 +159,20 @@ def test_kinds_of_losses_are_told_by_two_parts_of_a_batch() -> None:
     assert kinds_of(tried(1.0, 1, 1), tried(1.0, 1, 1), tried(1.0, 1, 1, 1, 1)).loops
 
 
+def test_logged_means_have_the_weights_of_samples_or_of_the_loss() -> None:
+    steps = (
+        tried(2.0, 6.0, samples=1.0, tokens=1.0, near=1.0, neither=1.0),
+        tried(6.0, 2.0, samples=3.0, tokens=3.0, near=1.0001, neither=3.0),
+        tried(3.0, 8.0, samples=2.0, tokens=1.5, near=1.000025, neither=1.2),
+    )
+    kinds = kinds_of(*steps)
+    assert kinds.loss == "mean" and kinds.logged == {"tokens": "loss", "near": "loss"} and kinds.unlike == ("neither",)
+    assert not kinds_of(*steps, draws=True).unlike
+    for step in steps:
+        step.calls[-1].keywords["reduce_fx"] = torch.max
+    assert not kinds_of(*steps).unlike
+
+
 @pytest.mark.parametrize(
     ("steps", "says"),
     [

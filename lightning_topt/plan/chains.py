@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from lightning_topt.costs.chain_table import BlockCosts, ChainTable
 from lightning_topt.costs.cost_table import Array
-from lightning_topt.costs.lifetimes import BACKWARD, FORWARD, FORWARD_OVER, ONCE, REBUILD, Phase
+from lightning_topt.costs.lifetimes import BACKWARD, FORWARD, FORWARD_OVER, ONCE, REBUILD, UPDATE, Phase
 from lightning_topt.costs.sizes import ROOT
 from lightning_topt.frontier.mesh_frontier import search_meshes
 from lightning_topt.graph.op_config import OpConfig
 from lightning_topt.techniques.plan_batch import PlanBatch, Rows
-from lightning_topt.techniques.plan_costs import PlanCosts
+from lightning_topt.techniques.plan_costs import RESULTS, PlanCosts
 from lightning_topt.techniques.technique import Neighbours, Technique
 
 
@@ -143,6 +143,18 @@ class Choices:
             return replace(beside, following=None)
         return beside
 
+    def block_memory(self, block: str, config: OpConfig) -> Array:
+        """Return the bytes of a block in each phase (phase,).
+
+        Where sharded and whole gradients mix, the buffer of its updated parameters is its own: a sum over all blocks, as if
+        all had one, would be far above what most plans have.
+        """
+        size = self.costs.block_memory(block, config, self.neighbours(block, config))
+        if self.mixes:
+            size = size.copy()
+            size[self.costs.step.phases.position[UPDATE]] += self.costs.temporaries(block, config)[2]
+        return size
+
     def split_by_first(self) -> tuple[Choices, ...]:
         """Return the choices in which the block that is gathered first is sharded, and those in which it is not: until it is
         gathered the buffer of a sharded root lives.
@@ -159,7 +171,7 @@ class Choices:
         are sharded: the largest buffer of a block before it, and of one after it.
         """
         phases, found = self.costs.step.phases, np.zeros((2, len(self.costs.step.phases.order)))
-        if not self._mixes:
+        if not self.mixes:
             return np.asarray(found[0])
         segment = phases.segment
         for home, block in self._ends:
@@ -182,7 +194,7 @@ class Choices:
         return [end for pair in ends.values() for end in pair]
 
     @cached_property
-    def _mixes(self) -> bool:
+    def mixes(self) -> bool:
         """Whether some configurations shard gradients and others do not."""
         distinct = {id(several): several for name, several in self.configs.items() if name != ROOT}
         return len({_is_whole(config) for configs in distinct.values() for config in configs}) > 1
@@ -205,7 +217,7 @@ class Choices:
 
     def _block_bytes(self, block: str, home: int) -> BlockBytes:
         phases, configs = self.costs.step.phases, self.configs[block]
-        size = np.array([self.costs.block_memory(block, c, self.neighbours(block, c)) for c in configs])
+        size = np.array([self.block_memory(block, config) for config in configs])
         segment, forward, places = phases.segment, phases.is_forward, np.arange(len(phases.order))
         over = places == phases.position[FORWARD_OVER]
         own, once = segment == home, (segment == -1) & ~over
@@ -294,11 +306,12 @@ class Chain:
     def _fixed_bytes(self) -> Array:
         """Bytes of the root and of what all blocks keep together (phase,)."""
         step, usual = self.costs.step, {**self.choices.most, ROOT: self.root}
-        together = step.phases.add_up(self.costs.plan_lifetimes(usual))
+        own = {RESULTS} if self.choices.mixes else set()
+        together = step.phases.add_up(each for each in self.costs.plan_lifetimes(usual) if each.kind not in own)
         for technique, blocks in self.choices.rarer.items():
             if technique not in self.costs.techniques(self.root):
                 together = together + step.phases.add_up(technique.plan_lifetimes(step, blocks))
-        return together + self.costs.block_memory(ROOT, self.root, self.choices.neighbours(ROOT, self.root))
+        return together + self.choices.block_memory(ROOT, self.root)
 
     def _columns(self, k: int, beside: Array, root: Array, between: Array) -> dict[str, Any]:
         """The costs of the block at position `k`, by their names in `BlockCosts` (config,), `beside` others (phase,), with what

@@ -28,6 +28,9 @@ from lightning_topt.techniques.registry import TECHNIQUES, technique_of
 from lightning_topt.techniques.technique import ALONE, BlockSeconds, Neighbours, Technique
 
 Configs = Mapping[str, OpConfig]
+RESULTS = (
+    "updated parameters"  # the buffers in which they travel, as far as these are above the optimizer's temporaries
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,10 @@ class PlanCosts:
         for technique, blocks in self.by_technique(configs).items():
             yield from technique.plan_lifetimes(self.step, blocks)
         largest, *sums = zip(*(self.temporaries(name, config) for name, config in configs.items()), strict=True)
-        yield Lifetime("temporaries", max(*largest, *map(sum, sums)), UPDATE, UPDATE)
+        together, sent = map(sum, sums)
+        temporaries = max(*largest, together)
+        yield Lifetime("temporaries", temporaries, UPDATE, UPDATE)
+        yield Lifetime(RESULTS, max(sent - temporaries, 0.0), UPDATE, UPDATE)  # they come when the temporaries are gone
 
     def shared_lifetimes(self) -> Iterator[Lifetime]:
         """Yield what every plan keeps."""

@@ -8,8 +8,7 @@
     timer.seconds()
 
 Kernels are named as in an `OpGraph`, so that a search looks them up (`costs.compute.kernel_key`). On CPUs a call takes from its
-beginning to its end; on CUDA the device's time between two events counts. `busy` compares the clock with the processor time of
-this thread: above 1, other processes were in the way.
+beginning to its end; on CUDA the device's time between two events counts.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -44,12 +43,6 @@ class StepTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on_host = device.type == "cpu"
         self._times: dict[Any, list[Any]] = {}
         self._names: dict[Any, tuple[str, str]] = {}
-        self._wall = self._processor = 0.0
-
-    @property
-    def busy(self) -> float:
-        """Seconds of the clock for each second of this thread on a processor; 1 where nothing was timed, or on devices."""
-        return self._wall / self._processor if self._on_host and self._processor > 0 else 1.0
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` between two looks at the clock."""
@@ -64,11 +57,9 @@ class StepTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception:  # tensors of which not even the shape can be asked
             return func(*args, **kwargs)
         if self._on_host:
-            processor, start = thread_time(), perf_counter()
+            start = perf_counter()
             out = func(*args, **kwargs)
-            seconds = perf_counter() - start
-            self._wall, self._processor = self._wall + seconds, self._processor + thread_time() - processor
-            self._times[key].append(seconds)
+            self._times[key].append(perf_counter() - start)
             return out
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()

@@ -316,7 +316,7 @@ def test_kernels_are_timed_under_the_names_that_the_graph_has() -> None:
     }
     seconds = timer.seconds()
     assert kernels <= seconds.keys()
-    assert all(value > 0 for value in seconds.values()) and timer.busy > 0
+    assert all(value > 0 for value in seconds.values())
 
 
 # ---- beside DDP ------------------------------------------------------------------------------------------------------

@@ -133,12 +133,15 @@ def observe_step(
     """
     copied = filled_copy(module)
     observer = StepObserver(copied, (batch := copied_batch(batch)))
-    with torch.enable_grad():
-        with observer.forward(), forward_context():
-            loss = loss_of(call_training_step(copied, batch))
-        with observer.backward(loss):
-            loss.backward()  # type: ignore[no-untyped-call]
-    return observer.graph()
+    try:
+        with torch.enable_grad():
+            with observer.forward(), forward_context():
+                loss = loss_of(call_training_step(copied, batch))
+            with observer.backward(loss):
+                loss.backward()  # type: ignore[no-untyped-call]
+        return observer.graph()
+    finally:
+        observer.close()
 
 
 class ModuleState:

@@ -149,7 +149,7 @@ def _pipeline(request: PlanRequest, trainer: pl.Trainer, batch: Any, given: Pipe
         )
     scales = given.sizes is not None and given.microbatches is None and samples > 1
     trace = FunctionTrace() if mesh.tensor_axes else None
-    graph = with_blocks_for(capture_on_ranks(trainer, part, trace=trace, scales=scales), given, mesh)
+    graph = with_blocks_for(capture_on_ranks(trainer, part, trace=trace, scales=scales, may_run=True), given, mesh)
     costs = read_costs(request, trainer, graph)
     search = search_request(request, trainer, graph, costs)
     search = pipeline_request(given, mesh, search, count=count, samples=samples)

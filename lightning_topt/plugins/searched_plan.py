@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -13,19 +14,22 @@ from functools import partial
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_topt.basics.forked_call import ForkedCall
 from lightning_topt.costs.cluster import Cluster
 from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.optimizer import OptimizerProfile, read_optimizer
 from lightning_topt.graph.blocks import why_not_recomputed
-from lightning_topt.graph.capture import capture
+from lightning_topt.graph.capture import capture, may_need_values
 from lightning_topt.graph.op_config import Shard
 from lightning_topt.graph.op_graph import OpGraph
+from lightning_topt.graph.step_observer import observe_step
 from lightning_topt.plan.choose import choose
 from lightning_topt.plan.parallel_plan import ParallelPlan, PlanError
 from lightning_topt.plan.plan_frontier import PlanFrontier, PlanPoint
@@ -42,6 +46,7 @@ from lightning_topt.techniques.tensor_parallel.function_trace import FunctionTra
 from lightning_topt.techniques.tensor_parallel.split_candidates import SplitModel
 
 _SEARCH_SECONDS = 3.0  # a fit waits for it
+_STEP_SECONDS = 60.0  # for one step, without a word
 
 
 class Trace(Protocol):
@@ -51,12 +56,30 @@ class Trace(Protocol):
         """Return the context in which it runs."""
 
 
-def capture_on_ranks(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False) -> OpGraph:
+def capture_on_ranks(
+    trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False, may_run: bool = False
+) -> OpGraph:
     """Return the graph of rank 0's step on fake tensors; see `capture_step`.
 
+    With `may_run` a step that depends on values runs once on real tensors, in an isolated copy of rank 0's process.
     A collective call. Raises what rank 0 raised; `may_need_values` tells on every rank.
     """
-    return on_rank_0(lambda: capture_step(trainer, batch, trace=trace, scales=scales))
+
+    def captured() -> OpGraph:
+        try:
+            return capture_step(trainer, batch, trace=trace, scales=scales)
+        except Exception as error:
+            if not may_run or trace is not None or not may_need_values(error) or not hasattr(os, "fork"):
+                raise
+            with contextlib.suppress(Exception):
+                return ForkedCall(run, isolated=True).result(timeout_seconds=_STEP_SECONDS)
+            raise
+
+    def run() -> OpGraph:
+        torch.set_num_threads(1)  # threads of the pool are not copied with the process
+        return observe_step(trainer.lightning_module, batch, forward_context=trainer.precision_plugin.forward_context)
+
+    return on_rank_0(captured)
 
 
 def capture_step(trainer: pl.Trainer, batch: Any, *, trace: Trace | None = None, scales: bool = False) -> OpGraph:

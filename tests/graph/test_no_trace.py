@@ -141,8 +141,7 @@ def state_of(module: Any, closed: dict[str, Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
-def test_capture_leaves_no_trace(real: bool, capsys: Any, caplog: Any) -> None:
+def test_capture_leaves_no_trace(capsys: Any, caplog: Any) -> None:
     closed: dict[str, Any] = {}
     module = make_net(closed)
     module._trainer = L.Trainer(
@@ -155,7 +154,7 @@ def test_capture_leaves_no_trace(real: bool, capsys: Any, caplog: Any) -> None:
     module._trainer.datamodule = Data()
     capsys.readouterr(), caplog.clear()
     before = state_of(module, closed)
-    graph = capture(module, X, batch_scaling=False, real=real)
+    graph = capture(module, X, batch_scaling=False)
     assert graph.ops
     for a, b in zip(before, state_of(module, closed), strict=True):
         assert a == b

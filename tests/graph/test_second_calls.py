@@ -130,20 +130,16 @@ def recomputable(module: Any, batch: Any, **kwargs: Any) -> dict[str, bool]:
     return {b.name: b.recomputable for b in capture(module, batch, **kwargs).blocks if b.name.startswith("blocks.")}
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
 @pytest.mark.parametrize("block", [Counter, OnlyCounts, Total, Appends, Global, LayerDrop, OwnGenerator, Lazy])
-def test_blocks_that_keep_state_are_not_recomputable(block: type[nn.Module], real: bool) -> None:
-    assert recomputable(Net(block), X, batch_scaling=False, real=real) == dict.fromkeys(
+def test_blocks_that_keep_state_are_not_recomputable(block: type[nn.Module]) -> None:
+    assert recomputable(Net(block), X, batch_scaling=False) == dict.fromkeys(
         ["blocks.0", "blocks.1", "blocks.2"], False
     )
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
 @pytest.mark.parametrize("module", [Net(Block), Net(FreshLoss)], ids=["dropout", "fresh-loss"])
-def test_blocks_without_state_are_recomputable(module: Any, real: bool) -> None:
-    assert recomputable(module, X, batch_scaling=False, real=real) == dict.fromkeys(
-        ["blocks.0", "blocks.1", "blocks.2"], True
-    )
+def test_blocks_without_state_are_recomputable(module: Any) -> None:
+    assert recomputable(module, X, batch_scaling=False) == dict.fromkeys(["blocks.0", "blocks.1", "blocks.2"], True)
 
 
 def test_transformers_with_dropout_and_autocast_are_recomputable() -> None:
@@ -222,10 +218,9 @@ def llama_batch() -> dict[str, Tensor]:
     return {"input_ids": torch.arange(24).reshape(4, 6) % 20, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
 @pytest.mark.parametrize("mask", [False, True], ids=["causal", "padding"])
-def test_caches_of_keys_and_values(mask: bool, real: bool) -> None:
-    kwargs: dict[str, Any] = {"batch_scaling": False, "real": real}
+def test_caches_of_keys_and_values(mask: bool) -> None:
+    kwargs: dict[str, Any] = {"batch_scaling": False}
     assert not any(recomputable(Llama(use_cache=True, mask=mask), llama_batch(), **kwargs).values())
     assert all(recomputable(Llama(use_cache=False, mask=mask), llama_batch(), **kwargs).values())
 

@@ -133,8 +133,10 @@ def test_users_errors_are_recognised() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             raise KeyError("always")
 
+    hooks = len(nn.modules.module._global_forward_hooks)
     with pytest.raises(KeyError, match="always"):
         observe_step(Wrong(), X)
+    assert len(nn.modules.module._global_forward_hooks) == hooks
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------

@@ -436,7 +436,7 @@ class ObservedPlanning:
         return self._go_on(on_rank_0(search))
 
     def _taken(self, found: Planning | list[OpGraph]) -> Any:
-        """What all ranks are told of the end of a search: the plan, or graphs whose kernels it wants."""
+        """What rank 0 sends to all at the end of a search: the plan, or graphs whose kernels it wants."""
         if isinstance(found, list):
             return found
         self._planning = found

@@ -207,6 +207,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Take all hooks off again, and let go of all tensors."""
         for handle in self._handles:
             handle.remove()
+            # torch keeps its note about the keywords of a hook for all modules.
+            getattr(nn.modules.module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
         self._handles.clear()
         self.memory.forget()
         self._reduced = None

@@ -25,9 +25,9 @@ FAKE_ERRORS = (
     fake_tensor.UnsupportedOperatorException,
     fake_tensor.UnsupportedFakeTensorException,
 )
-# Conversions that never reach an operator; torch raises plain RuntimeError or TypeError for them.
 # What torch says where a recording looks at a tensor inside of a transform, or keeps what autograd saves there.
 TRANSFORM_MESSAGES = ("BatchedTensorImpl", "TensorWrapper", "support saved tensor hooks")
+# Conversions that never reach an operator; torch raises plain RuntimeError or TypeError for them.
 FAKE_MESSAGES = ("FakeTensor", "not supported for tensor subclasses")
 
 
@@ -48,6 +48,11 @@ def may_need_values(error: BaseException) -> bool:
     True also for exceptions of the user's own that the step raised under fake tensors: they may be a consequence.
     """
     return bool(getattr(error, "needs_values", False))
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of `error` as a clause in one line; without a message, its class."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def explain(error: Exception, failed: object) -> CaptureError | None:

@@ -41,7 +41,7 @@ from lightning_topt.costs.compute import KernelKey, kernel_key
 from lightning_topt.costs.measurements import Measurements
 from lightning_topt.costs.node_types import Link
 from lightning_topt.costs.observed_optimizer import OptimizerObserver
-from lightning_topt.graph.errors import CaptureError
+from lightning_topt.graph.errors import CaptureError, one_line
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.record import entered
@@ -376,7 +376,7 @@ class ObservedPlanning:
         except Exception as error:
             if self._request.insists or is_of_collective(error):
                 raise
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error)
             rank_zero_warn(f"topt: no plan can be made from the first steps, so DDP goes on: {reason}")
             plain = preset_plan(PRESETS["ddp"], mesh=data_mesh(dist.get_world_size()))
             return plain, None, f"ddp: {reason}"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_topt.execution.pipeline.stage_layout import written_buffers
 from lightning_topt.execution.pipeline.step_flows import StepFlows
+from lightning_topt.graph.errors import one_line
 from lightning_topt.plan.choose import NoPlanFitsError
 from lightning_topt.plan.member_pipelines import least_member_seconds, search_member_pipelines
 from lightning_topt.plan.parallel_plan import ParallelPlan
@@ -115,7 +116,7 @@ def why_not_cut(trainer: pl.Trainer, batch: Any, plan: ParallelPlan) -> str | No
     try:
         (flow,) = StepFlows(module, stages, device=device).of(step, [(batch,)])
     except ValueError as error:
-        return " ".join(str(error).split())
+        return one_line(error)
     if flow.flow.reads_values:
         return "the step reads values of its batch, so that each would be traced"
     if flow.flow.draws_on_host:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_topt.communication.rank_watch import is_of_collective
+from lightning_topt.graph.errors import may_need_values
 from lightning_topt.plugins.plan_request import PlanRequest
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ def _share(function: Callable[[], T], *, only_rank_0: bool) -> T:
             if is_of_collective(caught):
                 raise  # a rank is gone: the next collective call would wait for it again
             error = caught
-    mine = None if error is None else (f"{type(error).__name__}: {error}", getattr(error, "needs_values", False))
+    mine = None if error is None else (f"{type(error).__name__}: {error}", may_need_values(error))
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, mine)
     if error is not None:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_topt.communication.rank_watch import is_of_collective
 from lightning_topt.execution.mesh import check_world_size
 from lightning_topt.graph.blocks import block_of
-from lightning_topt.graph.errors import may_need_values
+from lightning_topt.graph.errors import may_need_values, one_line
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph, model_fingerprint
 from lightning_topt.plan.continuous_plans import StaleWeights
@@ -92,7 +92,7 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
                 raise
             rank_zero_warn(
                 "topt: this step cannot be followed before it runs, so that the plan is made of the first real steps, in which "
-                f"parameters and gradients are whole and may take more than memory_limit. The reason: {_one_line(error)}"
+                f"parameters and gradients are whole and may take more than memory_limit. The reason: {one_line(error)}"
             )
             if isinstance(given, UniformPlan):
                 return preset_plan(given.preset, mesh=mesh), None, "given"
@@ -107,16 +107,12 @@ def decide_plan(request: PlanRequest, trainer: pl.Trainer, batch: Any) -> Decisi
     except Exception as error:
         if request.insists or is_of_collective(error):
             raise
-        reason = _one_line(error)
+        reason = one_line(error)
         rank_zero_warn(
             f"topt: this training step cannot be planned, so it runs as strategy='ddp' does: nothing is lost but what a plan "
             f"could have saved. The reason: {reason}"
         )
         return plain, None, f"ddp: {reason}"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _say_traced() -> None:

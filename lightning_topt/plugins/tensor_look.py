@@ -22,6 +22,7 @@ from lightning_topt.costs.compute import KernelKey
 from lightning_topt.costs.training_step import TrainingStep
 from lightning_topt.graph.blocks import why_not_recomputed
 from lightning_topt.graph.capture import capture
+from lightning_topt.graph.errors import one_line
 from lightning_topt.graph.mesh_axes import data_mesh
 from lightning_topt.graph.op_graph import OpGraph
 from lightning_topt.graph.structures import map_tensors
@@ -110,7 +111,7 @@ def search_with_axes(
         try:
             no_stages = add_pipelines(request, step, search, found)
         except Exception as error:
-            no_stages = _clause(error)
+            no_stages = one_line(error)
     whys = {
         "Parameters were not split over tensor axes": reason,
         "Stages of a pipeline were left out": no_stages,
@@ -129,11 +130,7 @@ def _reasoned(function: Callable[[], tuple[str | None, list[OpGraph]]]) -> tuple
     try:
         return function()
     except Exception as error:
-        return _clause(error), []
-
-
-def _clause(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        return one_line(error), []
 
 
 class TensorLook:

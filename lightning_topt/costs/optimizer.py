@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.global_state import kept_global_state
-from lightning_topt.costs.optimizer_copy import OptimizerError
+from lightning_topt.costs.optimizer_copy import OptimizerError, no_global_hooks
 from lightning_topt.costs.optimizer_probe import ParameterUpdate, Probe, make_step, probe_group
 from lightning_topt.costs.timing import time_call
 from lightning_topt.graph.no_trace import kept_objects
-from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, is_one_of
+from lightning_topt.optim.update_rule import BY_PARAMETER, ELEMENTWISE, collective_in_step, is_one_of
 
 # Options of Adam and its kin, Adafactor, Adagrad, Adadelta, RMSprop.
 _ADAPTIVE = {"betas", "beta2_decay", "initial_accumulator_value", "rho", "centered"}
@@ -177,12 +177,16 @@ def update_kinds(
 ) -> list[UpdateKind]:
     """Sort the trained parameters into kinds; `numel` is that of a kind's largest parameter, at most `max_numel`.
 
-    Those of LBFGS are left out: its step runs the model, several times. Raises OptimizerError as `read_optimizer` does.
+    Left out are those of LBFGS, whose step runs the model several times, and those of optimizers that communicate in their
+    step: ranks measure for a time, and may do so with different numbers of steps. Raises OptimizerError as `read_optimizer`
+    does.
     """
+    optimizers = list(optimizers)
+    untimed = {id(each) for each in optimizers if isinstance(each, optim.LBFGS) or _communicates(each)}
     members: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     first: dict[Any, tuple[Optimizer, Mapping[str, Any]]] = {}
     for optimizer, group, parameter, name in updated_parameters(optimizers, named_parameters):
-        if parameter.requires_grad and not isinstance(optimizer, optim.LBFGS):
+        if parameter.requires_grad and id(optimizer) not in untimed:
             key = (id(optimizer), options_key(group), min(parameter.ndim, 2), parameter.dtype)
             members[key].append((name, parameter))
             first.setdefault(key, (optimizer, group))
@@ -194,6 +198,12 @@ def update_kinds(
         text = json.dumps([code, options, ndim, str(dtype), numel]) if code else ""
         kinds.append(UpdateKind(text, optimizer, group, ndim, dtype, numel, tuple(name for name, _ in named)))
     return kinds
+
+
+@kept_global_state()
+def _communicates(optimizer: Optimizer) -> bool:
+    with kept_objects(optimizer, type(optimizer)), no_global_hooks():
+        return collective_in_step(optimizer) is not None
 
 
 @kept_global_state()

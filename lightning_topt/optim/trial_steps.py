@@ -183,11 +183,11 @@ def _copy(optimizer: Optimizer, sketch: Sketch, parameters: Mapping[int, nn.Para
     try:
         kept = {k: copy.deepcopy(v, memo) for k, v in vars(optimizer).items() if k not in left_out}
         options = [copy.deepcopy(options, memo) for options in sketch.options]
+        vars(clone).update(kept, **{name: OrderedDict() for name in hooks})
+        clone.state = defaultdict(dict)
+        clone.param_groups = [{**group, "params": []} for group in options]
     except Exception as error:
         raise TrialError(f"it cannot be copied for a trial ({error})") from error
-    vars(clone).update(kept, **{name: OrderedDict() for name in hooks})
-    clone.state = defaultdict(dict)
-    clone.param_groups = [{**group, "params": []} for group in options]
     _set_parameters(clone, sketch, parameters)
     return clone
 

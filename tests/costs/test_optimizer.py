@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn, optim
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topt.costs.cluster import Device
 from lightning_topt.costs.optimizer import OptimizerError, measure_update_seconds, read_optimizer
@@ -190,3 +192,28 @@ def test_measured_seconds():
     profile = read_optimizer(optimizers, named_parameters=named.items())
     assert profile.update_seconds("embed.weight", numel=66, device=device) == pytest.approx(66 * 12 / 100)
     assert profile.update_seconds("frozen", numel=4, device=device) == 0
+
+
+class Shared(optim.SGD):
+    """Communicates in its step; `steps` counts those of all copies that got past it."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                dist.broadcast(parameter.data, 0)
+        Shared.steps += 1
+        return super().step(closure)
+
+
+def test_a_step_that_communicates_is_not_timed():
+    model = Model()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        seconds = measure_update_seconds(
+            [Shared(model.parameters(), lr=0.1)], named_parameters=model.named_parameters(), device=torch.device("cpu")
+        )
+    finally:
+        dist.destroy_process_group()
+    assert seconds == {} and Shared.steps == 0

@@ -21,6 +21,7 @@ from lightning_topt.cli.tasks.byte_lm import ByteGPT, StdlibBytesDataModule
 from lightning_topt.plugins.ddp_parts import destroy_process_group
 from lightning_topt.plugins.step_monitor import StepMonitor
 
+MOST_BEFORE = 40  # steps under DDP, while a search runs beside training
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -66,6 +67,17 @@ class Progress(L.Callback):
             self.path.write_text(str(trainer.global_step))
 
 
+class Enough(L.Callback):
+    """Ends the fit when as many steps as asked for were measured, under the plan that a search beside training has found."""
+
+    def __init__(self, monitor: StepMonitor, *, steps: int) -> None:
+        self.monitor, self.steps = monitor, steps
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        has_plan = getattr(trainer.strategy, "parallel_plan", self) is not None
+        trainer.should_stop = has_plan and len(self.monitor._step_seconds) >= self.steps
+
+
 def main() -> None:
     options = parse()
     if options.cgroup:
@@ -88,13 +100,17 @@ def main() -> None:
         devices=options.devices,
         num_nodes=options.num_nodes,
         strategy=strategy,
-        max_steps=options.steps,
+        max_steps=options.steps + MOST_BEFORE,
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[monitor, Progress(options.out.with_suffix(".progress"))],
+        callbacks=[
+            monitor,
+            Enough(monitor, steps=options.steps - options.warmup),
+            Progress(options.out.with_suffix(".progress")),
+        ],
     )
     model = ByteGPT(options.layers, options.hidden, options.heads, options.seq_len)
     trainer.fit(model, StdlibBytesDataModule(options.seq_len, options.batch_size, max_bytes=2_000_000))

@@ -39,7 +39,7 @@ class StepMonitor(pl.Callback):
     A step is the time between `on_train_batch_start` and `on_train_batch_end`, summed over the batches of an
     accumulated gradient: forward, backward, exchange and update, with the device idle at both ends; not the wait for
     data, logging of other callbacks, or validation. Peak bytes are those of such spans, from the very first step on (DDP
-    holds its buckets twice at the start of the second); under ``"topt"`` from the second step of its plan on. See
+    holds its buckets twice at the start of the second). Under ``"topt"`` both count from the second step of its plan on. See
     `MemoryMeter` for what counts.
     """
 
@@ -84,12 +84,14 @@ class StepMonitor(pl.Callback):
         assert self._meter is not None
         synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
-        steady = self._steps_done >= self.warmup_steps
         # A strategy whose plan has taken over in this step knows its idle rank better. The step's peak is that of planning, and
-        # steps before it ran by another plan.
+        # steps before it ran by another plan: this one is the last of the warm-up.
         meter = getattr(trainer.strategy, "memory_meter", None)
         if meter is not None and meter is not self._meter:
             self._meter, self._peak_bytes = meter, None
+            self._step_seconds.clear()
+            self._steps_done = min(self._steps_done, self.warmup_steps - 1)
+        steady = self._steps_done >= self.warmup_steps
         peak = self._meter.peak_bytes()
         if peak is not None:
             self._peak_bytes = max(peak, self._peak_bytes or 0)

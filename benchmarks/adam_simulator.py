@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_topt.basics.jit import compiled
 from lightning_topt.cli.tasks.byte_lm import VOCABULARY, ByteGPT, StdlibBytesDataModule
-from lightning_topt.communication.compiled import compiled
 
 PAD = 1024  # elements: the largest tile
 

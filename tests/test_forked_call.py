@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import os
 import signal
 import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +70,39 @@ def test_it_runs_beside_other_threads() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+ADD = """
+from lightning_topt.basics.jit import kernel
+
+@kernel
+def add(a, b):
+    return a + b
+"""
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_what_a_copy_compiles_is_kept_for_later_processes(tmp_path: Path, monkeypatch: Any, isolated: bool) -> None:
+    name = f"compiles_{isolated}"
+    (tmp_path / f"{name}.py").write_text(ADD)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    found = ForkedCall(lambda: (module.add(1, 2), sum(module.add.stats.cache_misses.values())), isolated=isolated)
+    assert found.result() == (3, 1)
+    again = ForkedCall(lambda: (module.add(1, 2), sum(module.add.stats.cache_hits.values())), isolated=isolated)
+    assert again.result() == (3, 1)
+
+
+def test_a_full_disk_does_not_keep_a_kernel_from_running(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "compiles_alone.py").write_text(ADD)
+    monkeypatch.syspath_prepend(tmp_path)
+    add = importlib.import_module("compiles_alone").add
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(add._cache._cache_file, "save", full)
+    assert add(1, 2) == 3
 
 
 def test_what_an_isolated_copy_writes_reaches_nobody(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ The copy shares memory until one of the two writes to it, so it starts in millis
 this one thread alone: the function must not use devices, process groups or locks that other threads may hold. POSIX only.
 
 An isolated copy may run code of users: it has none of the files, sockets and screens that are open here, and writes no others.
+Only what is kept for later processes is written from there (`writable_files`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import select
 import signal
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -126,7 +127,22 @@ def _isolate(keep: int) -> None:
         with suppress(OSError):  # that of the folder is closed by now
             os.dup2(nothing, number, inheritable=False)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+
+
+@contextmanager
+def writable_files() -> Iterator[None]:
+    """Let files be written inside, in an isolated copy too."""
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != 0:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
 
 
 def _pickled_error(error: Exception) -> bytes:

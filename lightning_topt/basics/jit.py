@@ -5,14 +5,36 @@ Importing Numba takes 0.4 s, so what imports this is loaded where work is large 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
 
 import numba
 
+from lightning_topt.basics.forked_call import writable_files
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 
 def kernel(function: Any) -> Any:
-    """Compile `function`."""
+    """Compile `function` as NumPy computes: without checks of bounds, and division by zero is no error."""
+    return compiled(function, boundscheck=False, error_model="numpy")
+
+
+def compiled(function: Function, **options: Any) -> Function:
+    """Compile `function` for the CPU; `options` are those of `numba.njit`."""
+    made: Any
     try:
-        return numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")(function)
+        made = numba.njit(nogil=True, cache=True, **options)(function)
     except RuntimeError:  # no place to write a cache to: compiled anew in each process
-        return numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
+        made = numba.njit(nogil=True, **options)(function)
+    else:
+        made._cache.save_overload = partial(_save, made._cache.save_overload)
+    return made  # type: ignore[no-any-return]
+
+
+def _save(save: Callable[..., None], *compiled_code: Any) -> None:
+    """Keep what was compiled; on a full disk, the next process compiles it again."""
+    with suppress(OSError), writable_files():
+        save(*compiled_code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_topt.communication.compiled import compiled
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.selection.lanes import lowest_one
 
 WORD_BITS = 32  # sections of a message are padded to these

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_topt.communication.compiled import compiled
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.selection import (
     NonFiniteError,
     feedback_top_k,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.datagram import HEADER_BYTES, REPORT, write_header
 from lightning_topt.communication.bounded_loss.link_shares import count_senders
 from lightning_topt.communication.bounded_loss.path_measures import answer_seconds
@@ -58,7 +59,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     UDP,
     UNREPORTED,
 )
-from lightning_topt.communication.compiled import compiled
 
 DONT_WAIT, NO_SIGNAL = 0x40, 0x4000
 AGAIN, INTERRUPTED = 11, 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.control_messages import flush_stream, send_report
 from lightning_topt.communication.bounded_loss.data_sending import send_data
 from lightning_topt.communication.bounded_loss.part_progress import sum_more
@@ -46,7 +47,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     WORLD,
     WRITABLE,
 )
-from lightning_topt.communication.compiled import compiled
 
 SET_TIMER_SLACK = 29  # of prctl
 READABLE, CAN_WRITE, BROKEN = 0x1, 0x4, 0x8 | 0x10 | 0x20

@@ -8,6 +8,7 @@ where a rank is late, or is done, the others take its share with the next report
 
 from __future__ import annotations
 
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.path_measures import SHARE
 from lightning_topt.communication.bounded_loss.rate_rule import SHARES
 from lightning_topt.communication.bounded_loss.raw_memory import inner
@@ -33,7 +34,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     USED_SLOTS,
     WORLD,
 )
-from lightning_topt.communication.compiled import compiled
 
 EXPIRE_NS = 10_000_000  # a sender that said it has more, and of which nothing came for so long, is not counted
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.raw_memory import Array, inner
-from lightning_topt.communication.compiled import compiled
 
 
 @inner

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.control_messages import BODY, BY_BOTH, answer_nanoseconds, send_control
 from lightning_topt.communication.bounded_loss.datagram import CONTRIBUTION, OPEN, RESULT, STOP
 from lightning_topt.communication.bounded_loss.raw_memory import address_of, copy_memory, inner, store64
@@ -82,7 +83,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     WANTED,
     WORLD,
 )
-from lightning_topt.communication.compiled import compiled
 
 SEGMENTS_AT_ONCE = 32  # some tens of microseconds
 

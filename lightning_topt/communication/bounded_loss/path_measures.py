@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.rate_rule import (
     BEST,
     LEAST_ROUND,
@@ -10,7 +11,6 @@ from lightning_topt.communication.bounded_loss.rate_rule import (
     note_trip,
 )
 from lightning_topt.communication.bounded_loss.raw_memory import Array
-from lightning_topt.communication.compiled import compiled
 
 FIRST_ROUND_TRIP = 1e-3  # seconds
 RATE_SECONDS = 1e-2  # what a receiver got is a rate over so long at least: token buckets let short bursts pass

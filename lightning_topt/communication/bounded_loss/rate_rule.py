@@ -32,8 +32,8 @@ from __future__ import annotations
 
 import math
 
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.raw_memory import Array, inner
-from lightning_topt.communication.compiled import compiled
 
 BETA, CUBIC, MARK_GAIN = 0.7, 0.4, 1 / 16
 RENO_STEP = 3 * (1 - BETA) / (1 + BETA)  # datagrams per round

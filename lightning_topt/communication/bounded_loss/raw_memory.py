@@ -19,8 +19,8 @@ from numba.core.types import ExternalFunction
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.kernel_cache import forget_outdated_kernels
-from lightning_topt.communication.compiled import compiled
 
 Array = npt.NDArray[Any]
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.bounded_loss.packed_halves import pack_halves, unpack_halves
 from lightning_topt.communication.bounded_loss.raw_memory import Array, fill_memory, float_array, inner, store8
 from lightning_topt.communication.bounded_loss.table_views import (
@@ -33,7 +34,6 @@ from lightning_topt.communication.bounded_loss.tables import (
     VALUES,
     WORLD,
 )
-from lightning_topt.communication.compiled import compiled
 
 _reordered = partial(compiled, fastmath={"reassoc"})  # sums that need not be the same everywhere
 

@@ -16,7 +16,7 @@ from numba import types
 from numba.core.types import ExternalFunction
 from numba.extending import intrinsic
 
-from lightning_topt.communication.compiled import compiled
+from lightning_topt.basics.jit import compiled
 
 Array = npt.NDArray[Any]
 

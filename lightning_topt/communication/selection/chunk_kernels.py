@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_topt.communication.compiled import compiled
+from lightning_topt.basics.jit import compiled
 from lightning_topt.communication.selection.lanes import (
     GROUP,
     INFINITY_BITS,

@@ -22,8 +22,8 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from lightning_topt.communication.compiled import COMPILED_BYTES
 from lightning_topt.communication.exchange_context import ExchangeContext
+from lightning_topt.communication.exchange_method import COMPILED_BYTES
 from lightning_topt.communication.exchange_work import (
     DECODE_BYTES_PER_ENTRY,
     DECODE_CALLS,

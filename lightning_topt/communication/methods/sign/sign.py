@@ -29,9 +29,8 @@ from lightning_topt.communication.bucket import (
     together,
 )
 from lightning_topt.communication.collectives import ring_all_gather
-from lightning_topt.communication.compiled import COMPILED_BYTES
 from lightning_topt.communication.exchange_context import ExchangeContext
-from lightning_topt.communication.exchange_method import FeedbackMethod
+from lightning_topt.communication.exchange_method import COMPILED_BYTES, FeedbackMethod
 from lightning_topt.communication.exchange_work import ENCODE_CALLS, EXEMPT_PASSES, BucketGradients, Work
 from lightning_topt.communication.local_residual import LocalResidual
 from lightning_topt.communication.methods.sign.sign_bits import add_signs, mean_abs, packed_bytes, take_signs

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_topt.communication.compiled import Function, compiled
+from lightning_topt.basics.jit import Function, compiled
 
 Array = npt.NDArray[Any]
 
